@@ -1,0 +1,1 @@
+"""The wire: the one thing the trusted runner and the untrusted worker both import."""

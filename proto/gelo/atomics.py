@@ -1,0 +1,98 @@
+"""Atomic words in shared memory and a bounded, yielding spin, as numba primitives.
+
+Addresses are plain integers (``array.ctypes.data``): the words live in memory that another
+process or thread writes, which numba's arrays cannot express.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_I32 = ir.IntType(32)
+_I64 = ir.IntType(64)
+_PTR = ir.PointerType()
+
+
+def _pointer(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, _PTR)
+
+
+@intrinsic
+def atomic_load(typing_context: Any, address: Any) -> Any:
+    """The uint64 at ``address``, sequentially consistent."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load_atomic(_pointer(builder, arguments[0]), "seq_cst", 8, typ=_I64)
+
+    return types.uint64(types.int64), codegen
+
+
+@intrinsic
+def atomic_store(typing_context: Any, address: Any, value: Any) -> Any:
+    """Store uint64 ``value`` at ``address``, sequentially consistent."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.store_atomic(arguments[1], _pointer(builder, arguments[0]), "seq_cst", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.uint64), codegen
+
+
+@intrinsic
+def atomic_add(typing_context: Any, address: Any, value: Any) -> Any:
+    """Add ``value`` to the uint64 at ``address``; returns what was there before."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.atomic_rmw("add", _pointer(builder, arguments[0]), arguments[1], "seq_cst")
+
+    return types.uint64(types.int64, types.uint64), codegen
+
+
+@intrinsic
+def yield_cpu(typing_context: Any) -> Any:
+    """``sched_yield(2)``: lets a thread that has work use this core."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(_I32, []), "sched_yield"
+        )
+        builder.call(function, [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+def _compiled(function: Callable[..., Any]) -> Any:
+    return numba.njit(nogil=True, cache=True)(function)
+
+
+@_compiled
+def load_word(address: int) -> int:
+    """The uint64 at ``address``."""
+    return atomic_load(address)  # type: ignore[call-arg, no-any-return]
+
+
+@_compiled
+def store_word(address: int, value: int) -> None:
+    """Store uint64 ``value`` at ``address``."""
+    atomic_store(address, value)  # type: ignore[call-arg]
+
+
+@_compiled
+def spin_while_equal(address: int, value: int, spins: int) -> bool:
+    """Wait, yielding the core, until the word at ``address`` differs from ``value``.
+
+    Returns False when it still has that value after ``spins`` yields. Runs without the GIL.
+    """
+    for _ in range(spins):
+        if atomic_load(address) != value:  # type: ignore[call-arg]
+            return True
+        yield_cpu()  # type: ignore[call-arg]
+    return bool(atomic_load(address) != value)  # type: ignore[call-arg]

