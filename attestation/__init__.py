@@ -1,0 +1,51 @@
+"""Attestation of an AMD SEV-SNP guest and RA-TLS, as a library that stands alone.
+
+Three layers that never mix: ``report`` parses and decides nothing, ``verify`` says that the
+bytes are genuine, ``policy`` says whether they are acceptable. Around them: ``statement`` and
+``evidence`` (what travels), ``ratls`` and ``server`` (the attested end), ``client`` (the end that
+verifies), and ``simulated`` (an evidence provider for machines without SEV-SNP, which proves
+nothing and is refused unless asked for by name).
+"""
+
+from __future__ import annotations
+
+from attestation.errors import (
+    AttestationError,
+    BadNonceError,
+    ChannelBindingError,
+    EvidenceUnavailableError,
+    InvalidPolicyError,
+    MalformedEvidenceError,
+    Mismatch,
+    NotGenuineError,
+    PolicyRefusedError,
+    SimulatedEvidenceRefusedError,
+)
+from attestation.evidence import Evidence, EvidenceProvider
+from attestation.policy import UNPINNED, AnyPolicy, Policy, UnsafeAllowSimulated
+from attestation.report import Product, Report
+from attestation.statement import Statement
+from attestation.verdict import Verdict
+
+__all__ = [
+    "UNPINNED",
+    "AnyPolicy",
+    "AttestationError",
+    "BadNonceError",
+    "ChannelBindingError",
+    "Evidence",
+    "EvidenceProvider",
+    "EvidenceUnavailableError",
+    "InvalidPolicyError",
+    "MalformedEvidenceError",
+    "Mismatch",
+    "NotGenuineError",
+    "Policy",
+    "PolicyRefusedError",
+    "Product",
+    "Report",
+    "SimulatedEvidenceRefusedError",
+    "Statement",
+    "UnsafeAllowSimulated",
+    "Verdict",
+]

@@ -17,42 +17,41 @@ from numba.extending import intrinsic
 
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
-_PTR = ir.PointerType()
 
 
 def _pointer(builder: Any, address: Any) -> Any:
-    return builder.inttoptr(address, _PTR)
+    return builder.inttoptr(address, _I64.as_pointer())
 
 
 @intrinsic
 def atomic_load(typing_context: Any, address: Any) -> Any:
-    """The uint64 at ``address``, sequentially consistent."""
+    """The int64 at ``address``, sequentially consistent."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load_atomic(_pointer(builder, arguments[0]), "seq_cst", 8, typ=_I64)
+        return builder.load_atomic(_pointer(builder, arguments[0]), "seq_cst", 8)
 
-    return types.uint64(types.int64), codegen
+    return types.int64(types.int64), codegen
 
 
 @intrinsic
 def atomic_store(typing_context: Any, address: Any, value: Any) -> Any:
-    """Store uint64 ``value`` at ``address``, sequentially consistent."""
+    """Store int64 ``value`` at ``address``, sequentially consistent."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.store_atomic(arguments[1], _pointer(builder, arguments[0]), "seq_cst", 8)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.uint64), codegen
+    return types.void(types.int64, types.int64), codegen
 
 
 @intrinsic
 def atomic_add(typing_context: Any, address: Any, value: Any) -> Any:
-    """Add ``value`` to the uint64 at ``address``; returns what was there before."""
+    """Add ``value`` to the int64 at ``address``; returns what was there before."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.atomic_rmw("add", _pointer(builder, arguments[0]), arguments[1], "seq_cst")
 
-    return types.uint64(types.int64, types.uint64), codegen
+    return types.int64(types.int64, types.int64), codegen
 
 
 @intrinsic
@@ -75,13 +74,13 @@ def _compiled(function: Callable[..., Any]) -> Any:
 
 @_compiled
 def load_word(address: int) -> int:
-    """The uint64 at ``address``."""
+    """The int64 at ``address``."""
     return atomic_load(address)  # type: ignore[call-arg, no-any-return]
 
 
 @_compiled
 def store_word(address: int, value: int) -> None:
-    """Store uint64 ``value`` at ``address``."""
+    """Store int64 ``value`` at ``address``."""
     atomic_store(address, value)  # type: ignore[call-arg]
 
 

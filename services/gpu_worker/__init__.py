@@ -1,0 +1,1 @@
+"""The untrusted worker: public weights, matrix products over protected operands, nothing else."""

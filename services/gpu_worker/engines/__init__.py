@@ -1,0 +1,33 @@
+"""Matrix engines, and the choice between them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from gpu_worker.engines.base import Engine, EngineError
+
+EngineName = Literal["auto", "cpu", "wgpu"]
+
+
+def create_engine(name: EngineName, *, threads: int | None = None) -> Engine:
+    """The engine called ``name``; ``auto`` takes a hardware GPU if there is one, else the CPU.
+
+    Raises:
+        EngineError: the engine asked for cannot run here.
+    """
+    if name == "cpu":
+        return _cpu(threads)
+    from gpu_worker.engines.wgpu import WgpuEngine, hardware_gpu_available
+
+    if name == "wgpu" or hardware_gpu_available():
+        return WgpuEngine()
+    return _cpu(threads)
+
+
+def _cpu(threads: int | None) -> Engine:
+    from gpu_worker.engines.cpu import CpuEngine
+
+    return CpuEngine(threads)
+
+
+__all__ = ["Engine", "EngineError", "EngineName", "create_engine"]

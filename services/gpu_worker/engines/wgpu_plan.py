@@ -1,0 +1,200 @@
+"""How a product is laid out on the device: slabs, chunks, kernels, split-K. Pure arithmetic, no device.
+
+Padded sizes: ``k`` to a multiple of 64 and ``n`` to a multiple of 128, with zeros, which add nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from gpu_worker.engines.base import EngineError
+from gpu_worker.kernels.gemm import (
+    REDUCE_THREADS,
+    SKINNY_ROWS,
+    TILE_K,
+    TILE_N,
+    Kernel,
+    SkinnyKernel,
+    TiledKernel,
+)
+
+K_ALIGN = 64
+N_ALIGN = 128
+# Workgroups that fill a large GPU (132 multiprocessors, two workgroups each), and smaller ones.
+WORKGROUP_TARGETS = {"discrete": 264, "virtual": 264, "integrated": 64, "cpu": 8}
+# Wide columns need fewer passes over the operand, but leave a narrow product with too few workgroups.
+_WIDE_COLUMNS_FROM = 4096
+# A split shorter than this costs more in partial sums than it gains in parallelism.
+_TILED_SPLIT_MIN_K = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanLimits:
+    """What a plan must respect.
+
+    Args:
+        binding_bytes: the largest storage binding, and no more than the largest buffer.
+        workgroup_bytes: workgroup memory.
+        max_groups: workgroups per grid dimension.
+        workgroup_target: workgroups that fill the device.
+        f16: weights are stored as native f16.
+    """
+
+    binding_bytes: int
+    workgroup_bytes: int
+    max_groups: int
+    workgroup_target: int
+    f16: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slab:
+    """Columns ``[start, stop)`` of a weight, stored ``width`` columns wide (padded)."""
+
+    start: int
+    stop: int
+    width: int
+
+    @property
+    def end(self) -> int:
+        """First padded column after this slab."""
+        return self.start + self.width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmPlan:
+    """One product of an operand chunk and a weight slab.
+
+    With ``splits`` > 1 the kernel leaves ``partial_bytes`` of partial sums, which a second dispatch of
+    ``reduce_grid`` workgroups adds.
+    """
+
+    kernel: Kernel
+    splits: int
+    grid: tuple[int, int, int]
+    reduce_grid: tuple[int, int, int]
+    partial_bytes: int
+
+
+def round_up(value: int, multiple: int) -> int:
+    """``value`` rounded up to a multiple of ``multiple``."""
+    return -(-value // multiple) * multiple
+
+
+def plan_slabs(k: int, n: int, limits: PlanLimits) -> tuple[Slab, ...]:
+    """Cuts a weight of padded depth ``k`` and ``n`` real columns into slabs of nearly equal width.
+
+    Raises:
+        EngineError: even the narrowest slab exceeds the device's binding limit.
+    """
+    bound = min(limits.binding_bytes // (2 * k), limits.max_groups * N_ALIGN)
+    widest = bound // N_ALIGN * N_ALIGN
+    if widest == 0:
+        raise EngineError(
+            f"a weight with d_in {k} needs a storage binding of {2 * k * N_ALIGN} bytes; "
+            f"this adapter allows {limits.binding_bytes}"
+        )
+    padded = round_up(n, N_ALIGN)
+    count = -(-padded // widest)
+    width = round_up(-(-padded // count), N_ALIGN)
+    starts = range(0, padded, width)
+    return tuple(
+        Slab(start=start, stop=min(start + width, n), width=min(width, padded - start)) for start in starts
+    )
+
+
+def rows_per_chunk(k: int, n: int, chunk_bytes: int, limits: PlanLimits) -> int:
+    """How many operand rows fit one submission, given padded ``k`` and ``n``.
+
+    Raises:
+        EngineError: not even one row of operand or result fits the device's binding limit.
+    """
+    row_bytes = max(2 * k, 4 * n)
+    if row_bytes > limits.binding_bytes:
+        raise EngineError(
+            f"one row of the product needs a storage binding of {row_bytes} bytes; "
+            f"this adapter allows {limits.binding_bytes}"
+        )
+    return max(1, min(chunk_bytes, limits.binding_bytes) // row_bytes)
+
+
+@lru_cache(maxsize=4096)
+def plan_gemm(m: int, k: int, n: int, limits: PlanLimits) -> GemmPlan:
+    """The kernel, split-K and grid for ``m`` rows and a slab of padded ``k`` and ``n``.
+
+    Raises:
+        EngineError: the grid exceeds the device's limits.
+    """
+    if m <= SKINNY_ROWS:
+        kernel: Kernel = _skinny_kernel(k, n, limits)
+        groups, units = _skinny_units(k, n, kernel)
+        split_limit = units
+    else:
+        kernel = _tiled_kernel(m, limits)
+        groups, units = -(-m // kernel.tile_m) * (n // TILE_N), k // TILE_K
+        split_limit = k // _TILED_SPLIT_MIN_K
+    partial_limit = limits.binding_bytes // (4 * m * n)
+    splits = choose_splits(units, groups, limits.workgroup_target, min(split_limit, partial_limit))
+    if isinstance(kernel, SkinnyKernel):
+        grid = (groups, splits, 1)
+    else:
+        grid = (*_grid2(groups, limits.max_groups), splits)
+    reduce_groups = -(-m * n // 4 // REDUCE_THREADS)
+    plan = GemmPlan(
+        kernel=kernel,
+        splits=splits,
+        grid=grid,
+        reduce_grid=(*_grid2(reduce_groups, limits.max_groups), 1),
+        partial_bytes=4 * splits * m * n if splits > 1 else 0,
+    )
+    _check(plan, limits)
+    return plan
+
+
+def choose_splits(units: int, groups: int, target: int, limit: int) -> int:
+    """Into how many parts to split k so that ``groups`` workgroups become about ``target``.
+
+    ``units`` is how many indivisible steps k has, ``limit`` the most splits allowed. No part is left empty,
+    so the answer can be lower than ``target / groups``: 20 units in 11 parts of 2 units are 10 parts.
+    """
+    wanted = max(1, min(target // groups, units, limit))
+    return -(-units // -(-units // wanted))
+
+
+def _skinny_kernel(k: int, n: int, limits: PlanLimits) -> SkinnyKernel:
+    wide = n >= _WIDE_COLUMNS_FROM
+    return SkinnyKernel(
+        columns=8 if wide else 4,
+        slices=4 if wide else 8,
+        chunk=128 if k % 128 == 0 else 64,
+        f16=limits.f16,
+    )
+
+
+def _skinny_units(k: int, n: int, kernel: SkinnyKernel) -> tuple[int, int]:
+    return -(-n // kernel.group_columns), k // kernel.chunk
+
+
+def _tiled_kernel(m: int, limits: PlanLimits) -> TiledKernel:
+    large = TiledKernel(tile_m=128, f16=limits.f16)
+    if m > 64 and large.workgroup_bytes <= limits.workgroup_bytes:
+        return large
+    return TiledKernel(tile_m=64, f16=limits.f16)
+
+
+def _grid2(groups: int, max_groups: int) -> tuple[int, int]:
+    """A grid of at least ``groups`` workgroups; the kernels skip the surplus."""
+    height = -(-groups // max_groups)
+    return -(-groups // height), height
+
+
+def _check(plan: GemmPlan, limits: PlanLimits) -> None:
+    # Checked here because an invalid dispatch ends the whole process at submission.
+    if max(*plan.grid, *plan.reduce_grid) > limits.max_groups:
+        raise EngineError(f"a grid of {plan.grid} workgroups exceeds this adapter's {limits.max_groups}")
+    if plan.kernel.workgroup_bytes > limits.workgroup_bytes:
+        raise EngineError(
+            f"the kernel needs {plan.kernel.workgroup_bytes} bytes of workgroup memory; "
+            f"this adapter has {limits.workgroup_bytes}"
+        )

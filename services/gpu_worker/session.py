@@ -1,0 +1,97 @@
+"""One runner's session: its weights, and the execution of one offload."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from gelo.header import OffloadHeader, Status
+from numpy.typing import NDArray
+
+from gpu_worker.engines.base import Engine, EngineError, LoadedWeight
+from gpu_worker.weights import WeightStore
+
+
+@dataclass(slots=True)
+class Session:
+    """``weights[i]`` has weight_id i."""
+
+    weights: list[LoadedWeight]
+    digests: list[bytes]
+    session_id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
+    attached: bool = False
+
+
+class Sessions:
+    """Open sessions, and the one lock that serialises the engine. Thread-safe."""
+
+    def __init__(
+        self, engine: Engine, store: WeightStore, lock: threading.RLock, *, limit: int
+    ) -> None:
+        self._engine = engine
+        self._store = store
+        self._lock = lock
+        self._limit = limit
+        self._open: dict[bytes, Session] = {}
+
+    def open(self, digests: list[bytes]) -> Session:
+        """A new session bound to ``digests``.
+
+        Raises:
+            KeyError: a weight is not resident.
+            RuntimeError: too many sessions are open.
+        """
+        with self._lock:
+            if len(self._open) >= self._limit:
+                raise RuntimeError(f"{self._limit} sessions are open already")
+            session = Session(weights=self._store.bind(digests), digests=digests)
+            self._open[session.session_id] = session
+            return session
+
+    def get(self, session_id: bytes) -> Session | None:
+        """The open session with this id."""
+        return self._open.get(session_id)
+
+    def claim(self, session_id: bytes) -> Session | None:
+        """The session, for the one doorbell it may have; None if unknown or already attached."""
+        with self._lock:
+            session = self._open.get(session_id)
+            if session is None or session.attached:
+                return None
+            session.attached = True
+            return session
+
+    def close(self, session_id: bytes) -> None:
+        """Close a session; unknown ids are ignored."""
+        with self._lock:
+            session = self._open.pop(session_id, None)
+            if session is not None:
+                self._store.release(session.digests)
+
+    def execute(
+        self,
+        session: Session,
+        header: OffloadHeader,
+        operand: NDArray[np.float16],
+        result: NDArray[np.float32],
+    ) -> OffloadHeader:
+        """Run one offload into ``result`` and return the header to answer with."""
+        weight = session.weights[header.weight_id]
+        try:
+            with self._lock:
+                started = time.perf_counter_ns()
+                self._engine.matmul(weight, operand, result)
+                return replace(header, compute_ns=time.perf_counter_ns() - started)
+        except EngineError:
+            return replace(header, status=Status.ENGINE_FAILED)
+
+
+def fits(session: Session, header: OffloadHeader) -> bool:
+    """Whether the header names one of the session's weights with its right shape."""
+    if header.weight_id >= len(session.weights):
+        return False
+    weight = session.weights[header.weight_id]
+    return (weight.d_in, weight.d_out) == (header.d_in, header.d_out)

@@ -1,0 +1,113 @@
+"""Resident weights by content hash."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+from gelo.header import MAX_DIMENSION
+
+from gpu_worker.engines.base import Engine, LoadedWeight
+
+MAX_WEIGHT_BYTES = 1 << 33
+
+
+class UploadError(ValueError):
+    """An upload that cannot be accepted; the message says why."""
+
+
+class WeightStore:
+    """Weights held by an engine, keyed by the SHA-256 of their bytes.
+
+    At most ``capacity`` bytes (f16). A new weight evicts the least recently bound ones that
+    no open session uses. Thread-safe; ``lock`` serialises every use of the engine.
+    """
+
+    def __init__(self, engine: Engine, lock: threading.RLock, *, capacity: int) -> None:
+        self._engine = engine
+        self._lock = lock
+        self._capacity = capacity
+        self._weights: OrderedDict[bytes, LoadedWeight] = OrderedDict()
+        self._bound: dict[bytes, int] = {}
+        self._bytes = 0
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._weights
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of all resident weights, as f16."""
+        return self._bytes
+
+    def add(self, digest: bytes, d_in: int, d_out: int, chunks: Iterable[bytes]) -> None:
+        """Receive, check and load one weight.
+
+        Raises:
+            UploadError: bad shape, wrong length, wrong hash, or no room.
+            EngineError: the engine cannot hold it.
+        """
+        if len(digest) != 32 or not (0 < d_in <= MAX_DIMENSION and 0 < d_out <= MAX_DIMENSION):
+            raise UploadError("the weight's hash or shape is out of bounds")
+        size = d_in * d_out * 2
+        if size > min(self._capacity, MAX_WEIGHT_BYTES):
+            raise UploadError(f"a weight of {size} bytes exceeds this worker's limit")
+        array = np.empty(size, dtype=np.uint8)
+        hasher = hashlib.sha256()
+        for offset, chunk in _placed(chunks, size):
+            array[offset : offset + len(chunk)] = np.frombuffer(chunk, dtype=np.uint8)
+            hasher.update(chunk)
+        if hasher.digest() != digest:
+            raise UploadError("the bytes received do not have the announced SHA-256")
+        with self._lock:
+            if digest in self._weights:
+                return
+            self._make_room(size)
+            self._weights[digest] = self._engine.load(array.view(np.float16).reshape(d_out, d_in))
+            self._bytes += size
+
+    def bind(self, digests: list[bytes]) -> list[LoadedWeight]:
+        """The weights, kept resident until :meth:`release`.
+
+        Raises:
+            KeyError: one of them is not here.
+        """
+        with self._lock:
+            weights = [self._weights[digest] for digest in digests]
+            for digest in digests:
+                self._weights.move_to_end(digest)
+                self._bound[digest] = self._bound.get(digest, 0) + 1
+            return weights
+
+    def release(self, digests: list[bytes]) -> None:
+        """Undo one :meth:`bind`."""
+        with self._lock:
+            for digest in digests:
+                self._bound[digest] -= 1
+                if not self._bound[digest]:
+                    del self._bound[digest]
+
+    def _make_room(self, size: int) -> None:
+        for digest in list(self._weights):
+            if self._bytes + size <= self._capacity:
+                return
+            if digest not in self._bound:
+                weight = self._weights.pop(digest)
+                self._bytes -= weight.d_in * weight.d_out * 2
+                self._engine.unload(weight)
+        if self._bytes + size > self._capacity:
+            raise UploadError("no room: the open sessions' weights fill this worker")
+
+
+def _placed(chunks: Iterable[bytes], size: int) -> Iterator[tuple[int, bytes]]:
+    """Chunks with their offsets; refuses too many and too few bytes."""
+    offset = 0
+    for chunk in chunks:
+        if offset + len(chunk) > size:
+            raise UploadError(f"more than the announced {size} bytes")
+        yield offset, chunk
+        offset += len(chunk)
+    if offset != size:
+        raise UploadError(f"{offset} of the announced {size} bytes arrived")
