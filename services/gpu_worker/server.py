@@ -126,7 +126,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> Iterator[worker_pb2.ComputeReply]:
         """Offloads inline. The session ends with the stream."""
         first = next(request_iterator, None)
-        session = self._sessions.get(first.session_id) if first is not None else None
+        session = self._sessions.claim(first.session_id) if first is not None else None
         if session is None:
             context.abort(grpc.StatusCode.NOT_FOUND, "no such session")
         try:

@@ -23,6 +23,11 @@ class Session:
     digests: list[bytes]
     session_id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     attached: bool = False
+    opened: float = field(default_factory=time.monotonic)
+
+
+# A session whose runner never attached a doorbell or a stream is forgotten after this.
+_UNATTACHED_S = 60.0
 
 
 class Sessions:
@@ -45,18 +50,17 @@ class Sessions:
             RuntimeError: too many sessions are open.
         """
         with self._lock:
+            for stale in list(self._open.values()):
+                if not stale.attached and time.monotonic() - stale.opened > _UNATTACHED_S:
+                    self.close(stale.session_id)
             if len(self._open) >= self._limit:
                 raise RuntimeError(f"{self._limit} sessions are open already")
             session = Session(weights=self._store.bind(digests), digests=digests)
             self._open[session.session_id] = session
             return session
 
-    def get(self, session_id: bytes) -> Session | None:
-        """The open session with this id."""
-        return self._open.get(session_id)
-
     def claim(self, session_id: bytes) -> Session | None:
-        """The session, for the one doorbell it may have; None if unknown or already attached."""
+        """The session, for the one doorbell or stream it may have; None if unknown or taken."""
         with self._lock:
             session = self._open.get(session_id)
             if session is None or session.attached:

@@ -114,7 +114,9 @@ class WgpuEngine(Engine):
         """
         self._require_open()
         if weight.dtype != np.float16 or weight.ndim != 2 or 0 in weight.shape:
-            raise EngineError(f"a weight must be a non-empty float16 matrix, not {weight.dtype} {weight.shape}")
+            raise EngineError(
+                f"a weight must be a non-empty float16 matrix, not {weight.dtype} {weight.shape}"
+            )
         d_out, d_in = weight.shape
         k, n = round_up(d_in, K_ALIGN), round_up(d_out, N_ALIGN)
         slabs = plan_slabs(k, d_out, self._limits)
@@ -313,7 +315,9 @@ def _plan_limits(
 
 def _check_arrays(weight: LoadedWeight, operand: NDArray[np.float16], out: NDArray[np.float32]) -> None:
     if operand.dtype != np.float16 or operand.ndim != 2 or operand.shape[1] != weight.d_in:
-        raise EngineError(f"the operand must be float16 (m, {weight.d_in}), not {operand.dtype} {operand.shape}")
+        raise EngineError(
+            f"the operand must be float16 (m, {weight.d_in}), not {operand.dtype} {operand.shape}"
+        )
     if operand.shape[0] < 1:
         raise EngineError("the operand has no rows")
     expected = (operand.shape[0], weight.d_out)
@@ -321,9 +325,7 @@ def _check_arrays(weight: LoadedWeight, operand: NDArray[np.float16], out: NDArr
         raise EngineError(f"out must be writable float32 {expected}, not {out.dtype} {out.shape}")
 
 
-def _transposed_block(
-    weight: NDArray[np.float16], slab: Slab, k0: int, depth: int
-) -> NDArray[np.float16]:
+def _transposed_block(weight: NDArray[np.float16], slab: Slab, k0: int, depth: int) -> NDArray[np.float16]:
     """Rows ``k0 : k0 + depth`` of the slab: ``(depth, width)`` f16, zero beyond the weight's real sizes."""
     block = np.zeros((depth, slab.width), np.float16)
     real = max(0, min(depth, weight.shape[1] - k0))

@@ -23,8 +23,9 @@ K_ALIGN = 64
 N_ALIGN = 128
 # Workgroups that fill a large GPU (132 multiprocessors, two workgroups each), and smaller ones.
 WORKGROUP_TARGETS = {"discrete": 264, "virtual": 264, "integrated": 64, "cpu": 8}
-# Wide columns need fewer passes over the operand, but leave a narrow product with too few workgroups.
-_WIDE_COLUMNS_FROM = 4096
+# Wide columns read the operand less often, but leave a narrow product with few workgroups: measured on a large
+# GPU, 2560 -> 6144 wants them and 9728 -> 2560, which would then be split 26 times, does not.
+_WIDE_SPLITS_MAX = 16
 # A split shorter than this costs more in partial sums than it gains in parallelism.
 _TILED_SPLIT_MIN_K = 256
 
@@ -126,9 +127,9 @@ def plan_gemm(m: int, k: int, n: int, limits: PlanLimits) -> GemmPlan:
     Raises:
         EngineError: the grid exceeds the device's limits.
     """
-    if m <= SKINNY_ROWS:
-        kernel: Kernel = _skinny_kernel(k, n, limits)
-        groups, units = _skinny_units(k, n, kernel)
+    if m <= SKINNY_ROWS[-1]:
+        kernel: Kernel = _skinny_kernel(m, k, n, limits)
+        groups, units = -(-n // kernel.group_columns), k // kernel.chunk
         split_limit = units
     else:
         kernel = _tiled_kernel(m, limits)
@@ -162,18 +163,15 @@ def choose_splits(units: int, groups: int, target: int, limit: int) -> int:
     return -(-units // -(-units // wanted))
 
 
-def _skinny_kernel(k: int, n: int, limits: PlanLimits) -> SkinnyKernel:
-    wide = n >= _WIDE_COLUMNS_FROM
-    return SkinnyKernel(
-        columns=8 if wide else 4,
-        slices=4 if wide else 8,
-        chunk=128 if k % 128 == 0 else 64,
-        f16=limits.f16,
-    )
-
-
-def _skinny_units(k: int, n: int, kernel: SkinnyKernel) -> tuple[int, int]:
-    return -(-n // kernel.group_columns), k // kernel.chunk
+def _skinny_kernel(m: int, k: int, n: int, limits: PlanLimits) -> SkinnyKernel:
+    sizes = {
+        "rows": next(rows for rows in SKINNY_ROWS if m <= rows),
+        "chunk": 128 if k % 128 == 0 else 64,
+    }
+    wide = SkinnyKernel(**sizes, columns=8, slices=4, f16=limits.f16)
+    if limits.workgroup_target // -(-n // wide.group_columns) <= _WIDE_SPLITS_MAX:
+        return wide
+    return SkinnyKernel(**sizes, columns=4, slices=8, f16=limits.f16)
 
 
 def _tiled_kernel(m: int, limits: PlanLimits) -> TiledKernel:

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from string import Template
 
-SKINNY_ROWS = 16
+SKINNY_ROWS = (4, 8, 16)
 SKINNY_LANES = 32
 SKINNY_UNROLL = 8
 TILE_N = 128
@@ -26,15 +26,17 @@ REDUCE_THREADS = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkinnyKernel:
-    """At most 16 rows.
+    """Few rows.
 
     Args:
+        rows: operand rows at most, 4, 8 or 16.
         columns: columns per thread, 4 or 8.
         slices: slices of k per workgroup, 4 or 8.
         chunk: how much of k goes through workgroup memory at once; divides the padded k.
         f16: weights are stored as f16 instead of u32.
     """
 
+    rows: int
     columns: int
     slices: int
     chunk: int
@@ -53,7 +55,7 @@ class SkinnyKernel:
     @property
     def scratch(self) -> int:
         """Workgroup memory in vec4<f32>: the operand chunk or, later, the sums of four rows of every slice."""
-        operand = self.chunk * SKINNY_ROWS // 4
+        operand = self.chunk * self.rows // 4
         return max(operand, self.slices * 4 * SKINNY_LANES * self.columns // 4)
 
     @property
@@ -67,14 +69,15 @@ class SkinnyKernel:
         Raises:
             ValueError: a parameter that the template does not support.
         """
-        if self.columns not in (4, 8) or self.slices not in (4, 8):
-            raise ValueError("columns and slices must be 4 or 8")
+        if self.rows not in (4, 8, 16) or self.columns not in (4, 8) or self.slices not in (4, 8):
+            raise ValueError("rows must be 4, 8 or 16, columns and slices 4 or 8")
         if self.chunk % (self.slices * SKINNY_UNROLL):
             raise ValueError(f"chunk must be a multiple of {self.slices * SKINNY_UNROLL}")
-        vectors = self.columns // 4
+        vectors, quads = self.columns // 4, self.rows // 4
         return _complete(
             "skinny.wgsl",
             f16=self.f16,
+            rows=self.rows,
             columns=self.columns,
             slices=self.slices,
             lanes=SKINNY_LANES,
@@ -83,10 +86,10 @@ class SkinnyKernel:
             pack=f"Pack{self.columns}",
             scratch=self.scratch,
             threads=self.threads,
-            declare_sums=_declare_sums(SKINNY_ROWS, vectors),
+            declare_sums=_declare_sums(self.rows, vectors),
             load_weights=_lines(f"let w{u} = weight[at + {u}u * packs];" for u in range(SKINNY_UNROLL)),
-            multiply=_lines(_skinny_step(u, vectors) for u in range(SKINNY_UNROLL)),
-            write_sums=_lines(_skinny_write(quad, vectors) for quad in range(SKINNY_ROWS // 4)),
+            multiply=_lines(_skinny_step(u, quads, vectors) for u in range(SKINNY_UNROLL)),
+            write_sums=_lines(_skinny_write(quad, vectors) for quad in range(quads)),
         )
 
 
@@ -169,12 +172,12 @@ def _outer_product(quad: int, vectors: int) -> str:
     )
 
 
-def _skinny_step(u: int, vectors: int) -> str:
+def _skinny_step(u: int, quads: int, vectors: int) -> str:
     halves = [f"low(w{u})", f"high(w{u})"] if vectors == 2 else [f"w{u}"]
     widened = [f"let b{v} = widen({half});" for v, half in enumerate(halves)]
     products = [
         f"let a{quad} = scratch[(k + {u}u) * QUADS + {quad}u];\n{_outer_product(quad, vectors)}"
-        for quad in range(SKINNY_ROWS // 4)
+        for quad in range(quads)
     ]
     return _lines(["{", *widened, *products, "}"])
 

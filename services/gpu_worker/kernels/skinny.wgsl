@@ -1,8 +1,8 @@
 ${enable}
-// Product for at most 16 operand rows, bound by the reading of the weights: every weight is read exactly once.
+// Product for at most ROWS operand rows (4, 8 or 16), bound by reading the weights: each is read exactly once.
 //
-// A thread keeps 16 rows x COLUMNS columns in registers. The SLICES slices of a workgroup share the columns and
-// take turns along k within a chunk; workgroups along y share the columns and split the chunks (split-K).
+// A thread keeps ROWS x COLUMNS sums in registers. The SLICES slices of a workgroup share the columns and each
+// takes its part of every chunk of k; workgroups along y share the columns and split the chunks (split-K).
 // Needs k % CHUNK == 0 and n % COLUMNS == 0, and a grid with no empty split.
 ${params}
 ${storage}
@@ -11,7 +11,8 @@ const SLICES = ${slices}u;
 const LANES = ${lanes}u;
 const CHUNK = ${chunk}u;
 const UNROLL = ${unroll}u;
-const QUADS = 4u; // 16 rows, four at a time
+const ROWS = ${rows}u;
+const QUADS = ROWS / 4u;
 const VECTORS = COLUMNS / 4u;
 const THREADS = LANES * SLICES;
 

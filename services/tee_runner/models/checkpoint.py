@@ -47,7 +47,9 @@ class Checkpoint:
         for shard_name, shard in shards.items():
             for tensor in shard.entries:
                 if weight_map.get(tensor) != shard_name:
-                    raise ModelError(f"{shard_name} holds the tensor {tensor!r}, which its index does not say.")
+                    raise ModelError(
+                        f"{shard_name} holds the tensor {tensor!r}, which its index does not say."
+                    )
         for tensor, shard_name in weight_map.items():
             if tensor not in shards[shard_name].entries:
                 raise ModelError(f"The index places {tensor!r} in {shard_name}, which does not hold it.")
@@ -89,7 +91,9 @@ def parse_index(index: dict[str, object]) -> dict[str, str]:
         raise ModelError(f"{INDEX_FILE} has no weight_map.")
     for tensor, shard in weight_map.items():
         if not isinstance(shard, str) or not _SHARD_NAME.fullmatch(shard):
-            raise ModelError(f"{INDEX_FILE}: {tensor!r} lies in {shown(shard)}, not a plain safetensors file name.")
+            raise ModelError(
+                f"{INDEX_FILE}: {tensor!r} lies in {shown(shard)}, not a plain safetensors file name."
+            )
     if len(set(weight_map.values())) > MAX_SHARDS:
         raise ModelError(f"{INDEX_FILE} names more than {MAX_SHARDS} shards.")
     return weight_map

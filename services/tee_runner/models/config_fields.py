@@ -152,5 +152,8 @@ def _kinds(allowed: object) -> tuple[type, ...]:
 
 def shown(value: object) -> str:
     """``value`` for an error message, cut to a sensible length."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        return "<deeply nested>"
     return text if len(text) <= 80 else text[:77] + "..."

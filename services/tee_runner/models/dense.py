@@ -91,7 +91,9 @@ def read_rope(reader: ConfigReader, *, default_theta: float | None = None) -> Ro
     key = "rope_type" if "rope_type" in fields else "type"
     kind = fields.value(key) or "default"
     if "rope_type" in fields and "type" in fields and fields.value("type") != kind:
-        raise ModelError(f"config.json: {where} has two types, {shown(fields.value('type'))} and {shown(kind)}.")
+        raise ModelError(
+            f"config.json: {where} has two types, {shown(fields.value('type'))} and {shown(kind)}."
+        )
     scaling: LinearRopeScaling | Llama3RopeScaling | None = None
     if kind == "linear":
         scaling = LinearRopeScaling(factor=fields.number("factor", low=1.0, high=_MAX_FACTOR))

@@ -25,7 +25,11 @@ def parse_config(values: Mapping[str, Any]) -> DecoderConfig:
     architectures = values.get("architectures")
     if architectures is None:
         raise ModelError("config.json lacks the required key 'architectures'.")
-    if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in list(_FAMILIES):
+    if (
+        not isinstance(architectures, list)
+        or len(architectures) != 1
+        or architectures[0] not in list(_FAMILIES)
+    ):
         raise UnsupportedModelError(
             f"config.json: architectures = {shown(architectures)} is not supported "
             f"(one of {', '.join(_FAMILIES)} is)."

@@ -193,7 +193,9 @@ class GgufFile:
             raise ModelError(f"The GGUF file has no tensor {name!r}.")
         raw = np.frombuffer(self._map, np.uint8, count=tensor.nbytes, offset=tensor.offset)
         try:
-            values: NDArray[np.float32] = dequantize(raw.reshape(math.prod(tensor.shape[:-1]), -1), tensor.kind)
+            values: NDArray[np.float32] = dequantize(
+                raw.reshape(math.prod(tensor.shape[:-1]), -1), tensor.kind
+            )
         except NotImplementedError:
             raise UnsupportedModelError(
                 f"GGUF tensor {name!r} has the block format {tensor.kind.name}, which is not supported."

@@ -96,7 +96,9 @@ def import_gguf(
     config = _config(shape, tokenizer, dtype=dtype, tied=tied, rope=rope)
 
     destination.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(dir=destination.parent, prefix=f".{destination.name}.", suffix=".partial"))
+    partial = Path(
+        tempfile.mkdtemp(dir=destination.parent, prefix=f".{destination.name}.", suffix=".partial")
+    )
     try:
         _write_text_files(partial, config, tokenizer)
         write_safetensors(
@@ -312,7 +314,9 @@ def _config(
 
 
 def _write_text_files(directory: Path, config: dict[str, object], tokenizer: ImportedTokenizer) -> None:
-    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
+    generation = {
+        key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config
+    }
     texts = {
         "config.json": json.dumps(config, indent=2) + "\n",
         "generation_config.json": json.dumps(generation, indent=2) + "\n",

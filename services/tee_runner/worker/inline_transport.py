@@ -1,0 +1,126 @@
+"""Offloads inline over gRPC: any topology, one copy each way."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+
+import grpc
+import numpy as np
+from gelo.header import OffloadHeader
+from gelo.v1 import worker_pb2, worker_pb2_grpc
+from numpy.typing import NDArray
+
+from tee_runner.errors import WorkerError, WorkerProtocolError, WorkerUnavailableError
+from tee_runner.worker.transport import Transport, check_answer
+
+
+class InlineTransport(Transport):
+    """A session whose operands and results ride in the messages of one gRPC stream.
+
+    Rows are independent of each other in a product, so operands that would exceed
+    ``max_message`` bytes either way are sent in row chunks.
+    """
+
+    def __init__(
+        self, stub: worker_pb2_grpc.WorkerStub, *, session_id: bytes, max_message: int, timeout: float
+    ) -> None:
+        super().__init__()
+        self._timeout = timeout
+        self._max_message = max_message
+        self._sequence = 0
+        self._operand = np.empty(0, dtype=np.float16)
+        self._result = np.empty(0, dtype=np.float32)
+        self._rows = (0, 0)
+        self._requests: queue.SimpleQueue[worker_pb2.ComputeRequest | None] = queue.SimpleQueue()
+        self._requests.put(worker_pb2.ComputeRequest(session_id=session_id))
+        self._replies: queue.SimpleQueue[worker_pb2.ComputeReply | grpc.RpcError] = queue.SimpleQueue()
+        self._call = stub.Compute(iter(self._requests.get, None))
+        self._pump = _Pump(self._call, self._replies)
+
+    def operand(self, rows: int, d_in: int) -> NDArray[np.float16]:
+        """See :meth:`Transport.operand`."""
+        if self._operand.size < rows * d_in:
+            self._operand = np.empty(rows * d_in, dtype=np.float16)
+        self._rows = (rows, d_in)
+        return self._operand[: rows * d_in].reshape(rows, d_in)
+
+    def exchange(self, weight_id: int, rows: int, d_in: int, d_out: int) -> NDArray[np.float32]:
+        """See :meth:`Transport.exchange`."""
+        if self._rows != (rows, d_in):
+            raise WorkerProtocolError("exchange() was called for another operand than the last one.")
+        if self._result.size < rows * d_out:
+            self._result = np.empty(rows * d_out, dtype=np.float32)
+        operand = self._operand[: rows * d_in].reshape(rows, d_in)
+        result = self._result[: rows * d_out].reshape(rows, d_out)
+        step = max(1, min(self._max_message // (d_in * 2), self._max_message // (d_out * 4)))
+        started = time.perf_counter_ns()
+        for first in range(0, rows, step):
+            part = operand[first : first + step]
+            self._exchange(weight_id, part, result[first : first + step])
+        self.stats.exchange_ns += time.perf_counter_ns() - started
+        return result
+
+    def _exchange(self, weight_id: int, operand: NDArray[np.float16], out: NDArray[np.float32]) -> None:
+        self._sequence += 1
+        header = OffloadHeader(
+            sequence=self._sequence, weight_id=weight_id, rows=len(operand),
+            d_in=operand.shape[1], d_out=out.shape[1],
+        )  # fmt: skip
+        self._requests.put(worker_pb2.ComputeRequest(header=header.pack(), operand=operand.tobytes()))
+        try:
+            reply = self._replies.get(timeout=self._timeout)
+        except queue.Empty:
+            raise WorkerUnavailableError(f"The worker did not answer within {self._timeout:g} s.") from None
+        if isinstance(reply, grpc.RpcError):
+            raise worker_error(reply)
+        self.stats.worker_ns += check_answer(header, reply.header)
+        if len(reply.result) != header.result_bytes:
+            raise WorkerProtocolError("The worker's result has the wrong length.")
+        out[...] = np.frombuffer(reply.result, dtype=np.float32).reshape(out.shape)
+        self.stats.offloads += 1
+        self.stats.bytes_sent += header.operand_bytes
+        self.stats.bytes_received += header.result_bytes
+
+    def close(self) -> None:
+        """Ends the stream and with it the session."""
+        self._requests.put(None)
+        self._call.cancel()
+
+
+class _Pump:
+    """Moves replies from the call into a queue, so that waiting for one can time out."""
+
+    def __init__(
+        self,
+        call: Iterator[worker_pb2.ComputeReply],
+        replies: queue.SimpleQueue[worker_pb2.ComputeReply | grpc.RpcError],
+    ) -> None:
+        self._call, self._replies = call, replies
+        threading.Thread(target=self._run, name="gelo-replies", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            for reply in self._call:
+                self._replies.put(reply)
+            self._replies.put(_StreamEnded())
+        except grpc.RpcError as error:
+            self._replies.put(error)
+
+
+class _StreamEnded(grpc.RpcError):
+    """The worker ended the stream without being asked."""
+
+
+def worker_error(error: grpc.RpcError) -> WorkerError:
+    """A gRPC failure as one of ours. The worker's own words are untrusted and bounded."""
+    code = error.code() if isinstance(error, grpc.Call) else None
+    details = (error.details() or "")[:200] if isinstance(error, grpc.Call) else "the stream ended"
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, None, grpc.StatusCode.CANCELLED):
+        return WorkerUnavailableError(
+            f"The worker cannot be reached ({code.name if code else 'closed'}).",
+            remedy="Start it with `gelo worker`, or check its address.",
+        )
+    return WorkerError(f"The worker refused ({code.name}): {details!r}.")

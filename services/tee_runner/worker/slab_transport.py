@@ -1,0 +1,92 @@
+"""Offloads through a shared-memory slab: no copy on the wire, a few microseconds to ring."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+
+import numpy as np
+from gelo.header import OffloadHeader
+from gelo.slab import (
+    AttachMessage,
+    Doorbell,
+    DoorbellClosedError,
+    DoorbellTimeoutError,
+    Slab,
+    SlabError,
+    SlabSizes,
+)
+from numpy.typing import NDArray
+
+from tee_runner.errors import CapacityError, WorkerUnavailableError
+from tee_runner.worker.transport import Transport, check_answer
+
+# Yields before blocking: longer than a decode-sized product, short enough that a prefill on
+# a CPU worker gets this core.
+_SPINS = 1500
+_ATTACH_TIMEOUT_S = 5.0
+
+
+class SlabTransport(Transport):
+    """A session whose operands and results live in memory both sides map."""
+
+    def __init__(self, *, path: str, session_id: bytes, sizes: SlabSizes, timeout: float) -> None:
+        super().__init__()
+        self._timeout = timeout
+        self._sequence = 0
+        self._peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._peer.settimeout(_ATTACH_TIMEOUT_S)
+            self._peer.connect(path)
+            self._slab, descriptor = Slab.create(sizes)
+            try:
+                message = AttachMessage(session_id=session_id, sizes=sizes).pack()
+                socket.send_fds(self._peer, [message], [descriptor])
+            finally:
+                os.close(descriptor)
+            if self._peer.recv(16) != b"ok":
+                raise WorkerUnavailableError("The worker refused the shared-memory slab.")
+            self._peer.settimeout(None)
+        except OSError as error:
+            self._peer.close()
+            raise WorkerUnavailableError("The worker's doorbell cannot be reached.") from error
+        self._doorbell = Doorbell(self._slab, self._peer, runner=True, spins=_SPINS)
+
+    def operand(self, rows: int, d_in: int) -> NDArray[np.float16]:
+        """See :meth:`Transport.operand`."""
+        try:
+            return self._slab.operand(rows, d_in)
+        except SlabError as error:
+            raise CapacityError(f"An operand of {rows} rows does not fit the slab.") from error
+
+    def exchange(self, weight_id: int, rows: int, d_in: int, d_out: int) -> NDArray[np.float32]:
+        """See :meth:`Transport.exchange`."""
+        try:
+            result = self._slab.result(rows, d_out)
+        except SlabError as error:
+            raise CapacityError(f"A result of {rows} rows does not fit the slab.") from error
+        self._sequence += 1
+        header = OffloadHeader(
+            sequence=self._sequence, weight_id=weight_id, rows=rows, d_in=d_in, d_out=d_out
+        )
+        started = time.perf_counter_ns()
+        try:
+            self._doorbell.ring(self._sequence, header.pack())
+            raw = self._doorbell.wait(self._timeout)
+        except DoorbellTimeoutError as error:
+            raise WorkerUnavailableError(f"The worker did not answer within {self._timeout:g} s.") from error
+        except DoorbellClosedError as error:
+            raise WorkerUnavailableError("The worker closed its doorbell.") from error
+        worker_ns = check_answer(header, raw)
+        stats = self.stats
+        stats.exchange_ns += time.perf_counter_ns() - started
+        stats.worker_ns += worker_ns
+        stats.offloads += 1
+        stats.bytes_sent += header.operand_bytes
+        stats.bytes_received += header.result_bytes
+        return result
+
+    def close(self) -> None:
+        """Closing the socket ends the session on the other side."""
+        self._peer.close()

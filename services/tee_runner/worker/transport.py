@@ -1,0 +1,79 @@
+"""How an operand reaches the worker and a result comes back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+from gelo.header import HeaderError, OffloadHeader, Status
+from numpy.typing import NDArray
+
+from tee_runner.errors import WorkerError, WorkerProtocolError
+
+
+@dataclass(slots=True)
+class WireStats:
+    """Running totals of one connection. Times in nanoseconds.
+
+    ``worker_ns`` is what the worker says its engine took: untrusted, for profiles only.
+    """
+
+    offloads: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    exchange_ns: int = 0
+    worker_ns: int = 0
+
+
+class Transport(ABC):
+    """One session with a worker. One thread uses it, one offload at a time.
+
+    An offload is: ``operand`` gives the buffer to write into, ``exchange`` sends it and
+    returns the result.
+    """
+
+    def __init__(self) -> None:
+        self.stats = WireStats()
+
+    @abstractmethod
+    def operand(self, rows: int, d_in: int) -> NDArray[np.float16]:
+        """The buffer for the next operand: ``(rows, d_in)`` float16, uninitialised."""
+
+    @abstractmethod
+    def exchange(self, weight_id: int, rows: int, d_in: int, d_out: int) -> NDArray[np.float32]:
+        """Send the operand written last and wait for ``(rows, d_out)`` float32.
+
+        The result may be memory the worker can still write: read each value once, and check
+        that what was read is finite. It is valid until the next call.
+
+        Raises:
+            WorkerUnavailableError: the worker is gone or too slow.
+            WorkerProtocolError: the answer is not what the protocol allows.
+            WorkerError: the worker says it failed.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the session."""
+
+
+def check_answer(sent: OffloadHeader, raw: bytes) -> int:
+    """Check the header of an answer against the request; returns the worker's ``compute_ns``.
+
+    Raises:
+        WorkerProtocolError: it is not an answer to this request.
+        WorkerError: the worker reports a failure.
+    """
+    try:
+        answer = OffloadHeader.unpack(raw)
+    except HeaderError as error:
+        raise WorkerProtocolError(f"The worker's answer has no valid header: {error}.") from error
+    expected = (sent.sequence, sent.weight_id, sent.rows, sent.d_in, sent.d_out)
+    if (answer.sequence, answer.weight_id, answer.rows, answer.d_in, answer.d_out) != expected:
+        raise WorkerProtocolError("The worker answered another request than the one it was sent.")
+    if answer.status != Status.OK:
+        raise WorkerError(
+            f"The worker reports {answer.status.name}.", remedy="See the worker's log for the reason."
+        )
+    return min(answer.compute_ns, 1 << 62)
