@@ -77,7 +77,9 @@ class Certificate:
     def simulated(self) -> bool:
         """True if subject or issuer carries the simulated label."""
         names = (self.x509.subject, self.x509.issuer)
-        units = [unit for name in names for unit in name.get_attributes_for_oid(NameOID.ORGANIZATIONAL_UNIT_NAME)]
+        units = [
+            unit for name in names for unit in name.get_attributes_for_oid(NameOID.ORGANIZATIONAL_UNIT_NAME)
+        ]
         return any(unit.value == SIMULATED_LABEL for unit in units)
 
     @property
@@ -97,8 +99,8 @@ class VekInfo:
     csp_id: str | None
 
 
-def load_certificate(der: bytes, name: str) -> Certificate:
-    """Parse one DER certificate called ``name`` in messages.
+def load_certificate(der: bytes, name: str, *, limit: int = MAX_CERTIFICATE_SIZE) -> Certificate:
+    """Parse one DER certificate, called ``name`` in messages, of at most ``limit`` bytes.
 
     AMD numbers its endorsement certificates 0, which RFC 5280 forbids and newer X.509 parsers
     refuse. A copy with serial 1 is parsed instead; hash and signature are over the original.
@@ -106,7 +108,7 @@ def load_certificate(der: bytes, name: str) -> Certificate:
     Raises:
         MalformedEvidenceError: too large, or not a certificate that can be read completely.
     """
-    if len(der) > MAX_CERTIFICATE_SIZE:
+    if len(der) > limit:
         raise MalformedEvidenceError(f"The {name} certificate has {len(der)} bytes.")
     readable = der
     zero_serial = der[_SERIAL_OFFSET : _SERIAL_OFFSET + 3] == b"\x02\x01\x00"
@@ -121,7 +123,9 @@ def load_certificate(der: bytes, name: str) -> Certificate:
         _ = (parsed.public_key(), parsed.extensions, parsed.subject, parsed.issuer, parsed.version)
         _ = (parsed.not_valid_before_utc, parsed.not_valid_after_utc)
     except (ValueError, TypeError, OverflowError, UnsupportedAlgorithm, x509.DuplicateExtension) as error:
-        raise MalformedEvidenceError(f"The {name} certificate cannot be read ({type(error).__name__}).") from None
+        raise MalformedEvidenceError(
+            f"The {name} certificate cannot be read ({type(error).__name__})."
+        ) from None
     return Certificate(name, der, signed, parsed)
 
 
@@ -130,8 +134,8 @@ def check_validity(certificate: Certificate, at: datetime) -> None:
     start, end = certificate.x509.not_valid_before_utc, certificate.x509.not_valid_after_utc
     if not start <= at <= end:
         raise NotGenuineError(
-            f"The {certificate.name} certificate is valid {start:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M} UTC, "
-            f"not at {at:%Y-%m-%d %H:%M}.",
+            f"The {certificate.name} certificate is valid {start:%Y-%m-%d %H:%M} to "
+            f"{end:%Y-%m-%d %H:%M} UTC, not at {at:%Y-%m-%d %H:%M}.",
             remedy="Check this machine's clock; otherwise the service must renew its certificates.",
         )
 
@@ -219,7 +223,9 @@ def _integer(der: bytes) -> int:
     short = len(der) == 3 and der[:2] == b"\x02\x01" and der[2] < 0x80
     long = len(der) == 4 and der[:3] == b"\x02\x02\x00" and der[3] >= 0x80
     if not (short or long):
-        raise MalformedEvidenceError("A patch level in the endorsement certificate is not an INTEGER of one byte.")
+        raise MalformedEvidenceError(
+            "A patch level in the endorsement certificate is not an INTEGER of one byte."
+        )
     return der[-1]
 
 

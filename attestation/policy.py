@@ -30,7 +30,7 @@ DEFAULT_PROTECTION: Final = frozenset({"gelo-haar", "gelo-hd3", "lpn"})
 """Schemes that hide the operands from the worker. ``plain`` does not and is not here."""
 
 REPORT_VERSIONS: Final = frozenset({3, 5})
-"""Version 2 does not name the processor, 4 was never the final form of a firmware release."""
+"""Version 2 does not name the processor, so that its patch levels cannot be judged; 4 is parsed only."""
 
 SIMULATED_MEASUREMENT: Final = hashlib.sha384(b"GELO simulated launch measurement: proves nothing").digest()
 """Launch digest of every simulated guest. No real launch can have it: that would be a preimage."""

@@ -93,7 +93,9 @@ class SimulatedPsp:
         self.product = product
         self.guest = SimulatedGuest() if guest is None else guest
         self.tcb = _TCB[product]
-        self._chip_id = hashlib.shake_256(b"GELO simulated chip").digest(8 if product is Product.TURIN else 64)
+        self._chip_id = hashlib.shake_256(b"GELO simulated chip").digest(
+            8 if product is Product.TURIN else 64
+        )
         self._authority = _load_or_create(cache_dir or default_cache_dir())
         self._vcek_key = ec.generate_private_key(ec.SECP384R1())
         self._vcek = self._issue_vcek()
@@ -164,7 +166,9 @@ class SimulatedPsp:
         levels = {1: tcb.bootloader, 2: tcb.tee, 5: 0, 6: 0, 7: 0, 3: tcb.snp, 8: tcb.microcode}
         extensions += [(f"3.{part}", _integer(level)) for part, level in levels.items()]
         extensions.append(("4", self._chip_id))
-        builder = _builder("SEV-VCEK", self._authority.ask.subject, self._vcek_key.public_key(), serial=1, days=2557)
+        builder = _builder(
+            "SEV-VCEK", self._authority.ask.subject, self._vcek_key.public_key(), serial=1, days=2557
+        )
         for suffix, value in extensions:
             extension = x509.UnrecognizedExtension(x509.ObjectIdentifier(OID_AMD + suffix), value)
             builder = builder.add_extension(extension, critical=False)

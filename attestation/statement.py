@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -124,7 +125,9 @@ def _is_text(value: object) -> bool:
 def _is_parameter(value: object) -> bool:
     if isinstance(value, int):
         return -(2**63) <= value < 2**63
-    return isinstance(value, float) or _is_text(value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return _is_text(value)
 
 
 def parse_digest(value: bytes | str, size: int, name: str) -> bytes:
@@ -142,7 +145,9 @@ def parse_digest(value: bytes | str, size: int, name: str) -> bytes:
     return digest
 
 
-def report_data(*, purpose: bytes, spki: bytes, statement: bytes, nonce: bytes = b"", exporter: bytes = b"") -> bytes:
+def report_data(
+    *, purpose: bytes, spki: bytes, statement: bytes, nonce: bytes = b"", exporter: bytes = b""
+) -> bytes:
     """REPORT_DATA (64 bytes): SHA-512 over the length-prefixed parts, domain tag first.
 
     ``spki`` is the DER SubjectPublicKeyInfo of the TLS key, ``statement`` the encoded statement.

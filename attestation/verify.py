@@ -28,7 +28,9 @@ from attestation.evidence import Evidence
 from attestation.report import Product, Report, SigningKey, Tcb, parse_report
 
 _ECDSA_P384_SHA384 = 1  # 56860, table "Signature algorithms"
-_P384_ORDER = 0xFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFC7634D81F4372DDF581A0DB248B0A77AECEC196ACCC52973
+_P384_ORDER = (
+    0xFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFC7634D81F4372DDF581A0DB248B0A77AECEC196ACCC52973
+)
 _COMMON_NAMES: dict[int, str] = {SigningKey.VCEK: "SEV-VCEK", SigningKey.VLEK: "SEV-VLEK"}
 
 
@@ -88,10 +90,14 @@ def _check_endorsement(report: Report, vek: Certificate, info: VekInfo) -> Tcb:
     if vek.common_name != _COMMON_NAMES.get(report.signing_key):
         raise NotGenuineError("The report names another kind of signing key than the certificate has.")
     if report.version >= 3 and report.product is not info.product:
-        raise NotGenuineError(f"The report's CPUID is not that of the certificate's product, {info.product.value}.")
+        raise NotGenuineError(
+            f"The report's CPUID is not that of the certificate's product, {info.product.value}."
+        )
     tcb = Tcb.decode(report.reported_tcb, info.product)
     if tcb != info.tcb:
-        raise NotGenuineError(f"REPORTED_TCB is {tcb.as_dict()}, the certificate is for {info.tcb.as_dict()}.")
+        raise NotGenuineError(
+            f"REPORTED_TCB is {tcb.as_dict()}, the certificate is for {info.tcb.as_dict()}."
+        )
     if report.signing_key == SigningKey.VLEK:
         if info.hardware_id is not None:
             raise NotGenuineError("A VLEK certificate must not name a chip.")
@@ -106,7 +112,9 @@ def _check_endorsement(report: Report, vek: Certificate, info: VekInfo) -> Tcb:
 
 def _check_signature(report: Report, vek: Certificate) -> None:
     if report.signature_algorithm != _ECDSA_P384_SHA384:
-        raise NotGenuineError(f"Signature algorithm {report.signature_algorithm} is not ECDSA P-384 with SHA-384.")
+        raise NotGenuineError(
+            f"Signature algorithm {report.signature_algorithm} is not ECDSA P-384 with SHA-384."
+        )
     r, s = report.signature_r, report.signature_s
     if not (0 < r < _P384_ORDER and 0 < s < _P384_ORDER):
         raise NotGenuineError("The signature is out of range: the report is not signed.")

@@ -10,7 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu_worker.engines.base import Engine, EngineError, EngineInfo, LoadedWeight
-from gpu_worker.engines.wgpu_device import AdapterSummary, Prefer, engine_errors, open_device, pick_adapter
+from gpu_worker.engines.wgpu_device import (
+    AdapterSummary,
+    Prefer,
+    engine_errors,
+    hardware_gpu_available,
+    list_adapters,
+    open_device,
+    pick_adapter,
+)
 from gpu_worker.engines.wgpu_native import open_native
 from gpu_worker.engines.wgpu_pipelines import Pipelines
 from gpu_worker.engines.wgpu_plan import (
@@ -27,6 +35,8 @@ from gpu_worker.engines.wgpu_plan import (
 )
 from gpu_worker.engines.wgpu_staging import StagingSlot, Workspace
 
+__all__ = ["AdapterSummary", "WgpuEngine", "hardware_gpu_available", "list_adapters", "pick_adapter"]
+
 # The host fills and empties one slot while the device works on the other.
 _RING_SLOTS = 2
 # Uniform bindings start at multiples of 256 bytes on every adapter.
@@ -41,7 +51,7 @@ _TRANSPOSE_BYTES = 4 << 20
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _WeightState:
-    """A resident weight: ``k`` and ``n`` are padded; ``buffers[i]`` holds ``slabs[i]`` as ``(k, width)`` f16."""
+    """A resident weight, ``k`` and ``n`` padded; ``buffers[i]`` is ``slabs[i]`` as ``(k, width)`` f16."""
 
     k: int
     n: int
@@ -56,7 +66,7 @@ class WgpuEngine(Engine):
     """Products on one wgpu adapter.
 
     Args:
-        prefer: ``"any"`` also accepts a software device.
+        prefer: ``"hardware"`` refuses a software device, ``"any"`` takes one if there is nothing better.
         adapter: this adapter instead of the preferred one.
         use_f16: store weights as native f16; by default if the adapter can.
         max_binding_bytes: stay below this storage binding size, even if the adapter allows more.
@@ -71,7 +81,7 @@ class WgpuEngine(Engine):
     def __init__(
         self,
         *,
-        prefer: Prefer = "hardware",
+        prefer: Prefer = "any",
         adapter: AdapterSummary | None = None,
         use_f16: bool | None = None,
         max_binding_bytes: int | None = None,
@@ -180,8 +190,6 @@ class WgpuEngine(Engine):
             self._workspace.destroy()
             self._device.destroy()
 
-    # --- weights -----------------------------------------------------------------------------------------------
-
     def _load_slab(self, state: _WeightState, slab: Slab, weight: NDArray[np.float16]) -> None:
         buffer = self._device.create_buffer(
             label="weight", size=2 * state.k * slab.width, usage="STORAGE", mapped_at_creation=True
@@ -205,8 +213,6 @@ class WgpuEngine(Engine):
     def _require_open(self) -> None:
         if self._closed:
             raise EngineError("the engine is closed")
-
-    # --- one submission ----------------------------------------------------------------------------------------
 
     def _plan(self, state: _WeightState, rows: int) -> tuple[GemmPlan, ...]:
         return tuple(plan_gemm(rows, state.k, slab.width, self._limits) for slab in state.slabs)

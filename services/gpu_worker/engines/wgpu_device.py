@@ -15,7 +15,7 @@ from gpu_worker.engines.base import EngineError
 Prefer = Literal["hardware", "any"]
 DeviceType = Literal["discrete", "integrated", "virtual", "cpu"]
 
-# Emulated APIs (OpenGL) lack f16 storage and dependable buffer mapping.
+# OpenGL, the other one, lacks f16 storage and real buffer mapping.
 _BACKENDS = ("Vulkan", "Metal", "D3D12")
 _DEVICE_TYPES: dict[str, DeviceType] = {
     "DiscreteGPU": "discrete",
@@ -35,6 +35,8 @@ _MIN_LIMITS = {
     "max-storage-buffers-per-shader-stage": 3,
     "max-uniform-buffers-per-shader-stage": 1,
 }
+# Enough for the cause; shader errors quote the whole source.
+_MESSAGE_CHARS = 400
 _REPORTED_LIMITS = (
     "max-storage-buffer-binding-size",
     "max-buffer-size",
@@ -98,7 +100,7 @@ def list_adapters() -> tuple[AdapterSummary, ...]:
     return tuple(sorted(adapters, key=_rank))
 
 
-def pick_adapter(prefer: Prefer = "hardware") -> AdapterSummary:
+def pick_adapter(prefer: Prefer = "any") -> AdapterSummary:
     """The best usable adapter: discrete before integrated before virtual, software only for ``"any"``.
 
     Raises:
@@ -161,15 +163,16 @@ def engine_errors(action: str) -> Iterator[None]:
     try:
         yield
     except wgpu.GPUOutOfMemoryError as error:
-        raise EngineError(f"{action}: the GPU is out of memory ({_first_line(error)})") from error
+        raise EngineError(f"{action}: the GPU is out of memory ({_message(error)})") from error
     except (wgpu.GPUError, RuntimeError) as error:
         if isinstance(error, EngineError):
             raise
-        raise EngineError(f"{action}: {_first_line(error)}") from error
+        raise EngineError(f"{action}: {_message(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
-    return " ".join(line.strip() for line in str(error).splitlines()[:4] if line.strip())
+def _message(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines)[:_MESSAGE_CHARS]
 
 
 def _summarise(adapter: Any) -> AdapterSummary:

@@ -1,8 +1,8 @@
-"""The parts of wgpu-native that wgpu-py does not offer: exact waits, mapping without a thread, unchecked shaders.
+"""What wgpu-native offers and wgpu-py does not: exact waits, mapping without a thread, unchecked shaders.
 
 wgpu-py waits for the whole queue when it maps a buffer, on a thread of its own. These calls wait for one
-submission, on the calling thread, with the GIL released. They use wgpu-py's private bindings, so everything here
-has a portable counterpart and :func:`open_native` answers ``None`` when a binding is missing.
+submission, on the calling thread, with the GIL released. They use wgpu-py's private bindings, so everything
+here has a portable counterpart and :func:`open_native` answers ``None`` when a binding is missing.
 """
 
 from __future__ import annotations

@@ -7,12 +7,14 @@ from typing import Any
 from gpu_worker.engines.wgpu_native import NativeDevice
 from gpu_worker.kernels.gemm import Kernel, reduce_source
 
-_BUFFER_TYPES = {"gemm": ("uniform", "read-only-storage", "read-only-storage", "storage")}
-_BUFFER_TYPES["reduce"] = ("uniform", "read-only-storage", "storage")
+_BUFFER_TYPES: dict[str, tuple[str, ...]] = {
+    "gemm": ("uniform", "read-only-storage", "read-only-storage", "storage"),
+    "reduce": ("uniform", "read-only-storage", "storage"),
+}
 
 
 class Pipelines:
-    """Compiles each kernel once. All GEMM kernels share one binding layout, so bind groups fit all of them."""
+    """Compiles each kernel once. All GEMM kernels share one binding layout, so a bind group fits any."""
 
     def __init__(self, device: Any, native: NativeDevice | None) -> None:
         self._device = device

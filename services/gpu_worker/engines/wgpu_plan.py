@@ -23,8 +23,8 @@ K_ALIGN = 64
 N_ALIGN = 128
 # Workgroups that fill a large GPU (132 multiprocessors, two workgroups each), and smaller ones.
 WORKGROUP_TARGETS = {"discrete": 264, "virtual": 264, "integrated": 64, "cpu": 8}
-# Wide columns read the operand less often, but leave a narrow product with few workgroups: measured on a large
-# GPU, 2560 -> 6144 wants them and 9728 -> 2560, which would then be split 26 times, does not.
+# Wide columns read the operand less often, but leave a narrow product with few workgroups. Measured on a
+# large GPU: 2560 -> 6144 wants them; 9728 -> 2560, which would then be split 26 times, does not.
 _WIDE_SPLITS_MAX = 16
 # A split shorter than this costs more in partial sums than it gains in parallelism.
 _TILED_SPLIT_MIN_K = 256
@@ -127,26 +127,16 @@ def plan_gemm(m: int, k: int, n: int, limits: PlanLimits) -> GemmPlan:
     Raises:
         EngineError: the grid exceeds the device's limits.
     """
-    if m <= SKINNY_ROWS[-1]:
-        kernel: Kernel = _skinny_kernel(m, k, n, limits)
-        groups, units = -(-n // kernel.group_columns), k // kernel.chunk
-        split_limit = units
-    else:
-        kernel = _tiled_kernel(m, limits)
-        groups, units = -(-m // kernel.tile_m) * (n // TILE_N), k // TILE_K
-        split_limit = k // _TILED_SPLIT_MIN_K
     partial_limit = limits.binding_bytes // (4 * m * n)
-    splits = choose_splits(units, groups, limits.workgroup_target, min(split_limit, partial_limit))
-    if isinstance(kernel, SkinnyKernel):
-        grid = (groups, splits, 1)
+    if m <= SKINNY_ROWS[-1]:
+        kernel, splits, grid = _skinny(m, k, n, limits, partial_limit)
     else:
-        grid = (*_grid2(groups, limits.max_groups), splits)
-    reduce_groups = -(-m * n // 4 // REDUCE_THREADS)
+        kernel, splits, grid = _tiled(m, k, n, limits, partial_limit)
     plan = GemmPlan(
         kernel=kernel,
         splits=splits,
         grid=grid,
-        reduce_grid=(*_grid2(reduce_groups, limits.max_groups), 1),
+        reduce_grid=(*_grid2(-(-m * n // 4 // REDUCE_THREADS), limits.max_groups), 1),
         partial_bytes=4 * splits * m * n if splits > 1 else 0,
     )
     _check(plan, limits)
@@ -163,22 +153,28 @@ def choose_splits(units: int, groups: int, target: int, limit: int) -> int:
     return -(-units // -(-units // wanted))
 
 
-def _skinny_kernel(m: int, k: int, n: int, limits: PlanLimits) -> SkinnyKernel:
-    sizes = {
-        "rows": next(rows for rows in SKINNY_ROWS if m <= rows),
-        "chunk": 128 if k % 128 == 0 else 64,
-    }
-    wide = SkinnyKernel(**sizes, columns=8, slices=4, f16=limits.f16)
-    if limits.workgroup_target // -(-n // wide.group_columns) <= _WIDE_SPLITS_MAX:
-        return wide
-    return SkinnyKernel(**sizes, columns=4, slices=8, f16=limits.f16)
+_Layout = tuple[Kernel, int, tuple[int, int, int]]
 
 
-def _tiled_kernel(m: int, limits: PlanLimits) -> TiledKernel:
-    large = TiledKernel(tile_m=128, f16=limits.f16)
-    if m > 64 and large.workgroup_bytes <= limits.workgroup_bytes:
-        return large
-    return TiledKernel(tile_m=64, f16=limits.f16)
+def _skinny(m: int, k: int, n: int, limits: PlanLimits, partial_limit: int) -> _Layout:
+    rows = next(rows for rows in SKINNY_ROWS if m <= rows)
+    chunk = 128 if k % 128 == 0 else 64
+    kernel = SkinnyKernel(rows=rows, columns=8, slices=4, chunk=chunk, f16=limits.f16)
+    if limits.workgroup_target // -(-n // kernel.group_columns) > _WIDE_SPLITS_MAX:
+        kernel = SkinnyKernel(rows=rows, columns=4, slices=8, chunk=chunk, f16=limits.f16)
+    groups = -(-n // kernel.group_columns)
+    splits = choose_splits(k // chunk, groups, limits.workgroup_target, partial_limit)
+    return kernel, splits, (groups, splits, 1)
+
+
+def _tiled(m: int, k: int, n: int, limits: PlanLimits, partial_limit: int) -> _Layout:
+    kernel = TiledKernel(tile_m=128, f16=limits.f16)
+    if m <= 64 or kernel.workgroup_bytes > limits.workgroup_bytes:
+        kernel = TiledKernel(tile_m=64, f16=limits.f16)
+    groups = -(-m // kernel.tile_m) * (n // TILE_N)
+    split_limit = min(k // _TILED_SPLIT_MIN_K, partial_limit)
+    splits = choose_splits(k // TILE_K, groups, limits.workgroup_target, split_limit)
+    return kernel, splits, (*_grid2(groups, limits.max_groups), splits)
 
 
 def _grid2(groups: int, max_groups: int) -> tuple[int, int]:

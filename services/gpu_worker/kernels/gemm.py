@@ -54,7 +54,7 @@ class SkinnyKernel:
 
     @property
     def scratch(self) -> int:
-        """Workgroup memory in vec4<f32>: the operand chunk or, later, the sums of four rows of every slice."""
+        """Workgroup memory in vec4<f32>: the operand chunk, later the sums of four rows of every slice."""
         operand = self.chunk * self.rows // 4
         return max(operand, self.slices * 4 * SKINNY_LANES * self.columns // 4)
 

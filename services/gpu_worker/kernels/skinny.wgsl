@@ -24,6 +24,7 @@ const THREADS = LANES * SLICES;
 // Holds the operand chunk as (CHUNK, QUADS) of four rows each, then the slices' partial sums.
 var<workgroup> scratch: array<vec4<f32>, ${scratch}>;
 
+// Rows beyond the last repeat it; they are not written.
 fn stage_operand(first_pair: u32, thread: u32) {
     let stride = p.k / 2u;
     let last_row = p.m - 1u;
@@ -32,10 +33,10 @@ fn stage_operand(first_pair: u32, thread: u32) {
         let pair = item / QUADS;
         let row = quad * 4u;
         let at = first_pair + pair;
-        let v0 = unpack2x16float(select(0u, operand[min(row, last_row) * stride + at], row < p.m));
-        let v1 = unpack2x16float(select(0u, operand[min(row + 1u, last_row) * stride + at], row + 1u < p.m));
-        let v2 = unpack2x16float(select(0u, operand[min(row + 2u, last_row) * stride + at], row + 2u < p.m));
-        let v3 = unpack2x16float(select(0u, operand[min(row + 3u, last_row) * stride + at], row + 3u < p.m));
+        let v0 = unpack2x16float(operand[min(row, last_row) * stride + at]);
+        let v1 = unpack2x16float(operand[min(row + 1u, last_row) * stride + at]);
+        let v2 = unpack2x16float(operand[min(row + 2u, last_row) * stride + at]);
+        let v3 = unpack2x16float(operand[min(row + 3u, last_row) * stride + at]);
         scratch[(2u * pair) * QUADS + quad] = vec4<f32>(v0.x, v1.x, v2.x, v3.x);
         scratch[(2u * pair + 1u) * QUADS + quad] = vec4<f32>(v0.y, v1.y, v2.y, v3.y);
     }

@@ -24,8 +24,9 @@ const PITCH_B = TILE_N / 4u;
 var<workgroup> tile_a: array<vec4<f32>, ${scratch_a}>; // (TILE_K, PITCH_A) of four rows each
 var<workgroup> tile_b: array<vec4<f32>, ${scratch_b}>; // (TILE_K, PITCH_B) of four columns each
 
+// Rows beyond the last repeat it; they are not written.
 fn operand_pair(row: u32, pair: u32) -> u32 {
-    return select(0u, operand[min(row, p.m - 1u) * (p.k / 2u) + pair], row < p.m);
+    return operand[min(row, p.m - 1u) * (p.k / 2u) + pair];
 }
 
 fn operand_pairs(row: u32, pair: u32) -> vec4<u32> {

@@ -15,12 +15,14 @@ from typing import Any, Final, NoReturn
 import jinja2
 import jinja2.ext
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tee_runner.errors import InvalidRequestError, ModelError
 
 MAX_TEMPLATE_CHARS: Final = 1_000_000
+MAX_REPEATED_ITEMS: Final = 100_000
 MAX_RENDERED_CHARS: Final = 8_000_000  # several times the longest context, in characters
 
 
@@ -36,13 +38,15 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, which also refuses to blow a string or list up by multiplication."""
+    """The sandbox, which also refuses powers and long repetitions: they fill memory in one step."""
 
     intercepted_binops = frozenset({"*", "**"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" or not (isinstance(left, int | float) and isinstance(right, int | float)):
-            raise jinja2.sandbox.SecurityError(f"operator {operator} is not allowed here")
+        sizes = [len(side) for side in (left, right) if isinstance(side, str | list | tuple)]
+        counts = [side for side in (left, right) if isinstance(side, int)]
+        if operator == "**" or (sizes and counts and sizes[0] * counts[0] > MAX_REPEATED_ITEMS):
+            raise SecurityError(f"the operator {operator} would make too large a value")
         return super().call_binop(context, operator, left, right)
 
 
@@ -134,9 +138,12 @@ class ChatTemplate:
         return f": {message.rstrip('.')}" if message and message in self.source else ""
 
 
-def validate_messages(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """``messages`` as fresh plain dicts. Raises ``InvalidRequestError`` unless each is {role, content}."""
-    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence) or not messages:
+def validate_messages(messages: object) -> list[dict[str, str]]:
+    """``messages`` as fresh plain dicts, each with exactly the strings ``role`` and ``content``.
+
+    Raises ``InvalidRequestError`` for anything else.
+    """
+    if not isinstance(messages, list | tuple) or not messages:
         raise InvalidRequestError("A conversation is a non-empty list of messages.")
     plain: list[dict[str, str]] = []
     for index, message in enumerate(messages):

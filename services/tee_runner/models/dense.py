@@ -47,7 +47,8 @@ def read_dimensions(reader: ConfigReader, *, head_dim_required: bool = False) ->
     kv_heads = reader.integer("num_key_value_heads", high=MAX_HEADS, default=heads)
     if heads % kv_heads:
         raise ModelError(
-            f"config.json: num_attention_heads = {heads} is not divisible by num_key_value_heads = {kv_heads}."
+            f"config.json: num_attention_heads = {heads} is not divisible "
+            f"by num_key_value_heads = {kv_heads}."
         )
     if "head_dim" not in reader and not head_dim_required and hidden % heads:
         raise ModelError(
@@ -81,7 +82,7 @@ def read_rope(reader: ConfigReader, *, default_theta: float | None = None) -> Ro
             raise ModelError("config.json has both rope_parameters and rope_scaling.")
         where, fields = "rope_parameters", _section(reader, "rope_parameters")
         theta = _theta(fields, default_theta=default_theta)
-        if "rope_theta" in reader and _theta(reader) != theta:
+        if reader.value("rope_theta") is not None and _theta(reader) != theta:
             raise ModelError("config.json: rope_theta contradicts rope_parameters.")
     else:
         theta = _theta(reader, default_theta=default_theta)

@@ -173,10 +173,11 @@ def _linear_factor(metadata: GgufMetadata, architecture: str) -> float | None:
 def _refuse_unknown_keys(metadata: GgufMetadata, architecture: str) -> None:
     """Every key of the architecture must have been understood: an ignored one may change results."""
     prefix = f"{architecture}."
-    for name in metadata.keys():
-        if name.startswith(prefix) and name not in metadata.used:
-            if name.removeprefix(prefix) not in _HARMLESS_KEYS:
-                raise UnsupportedModelError(f"GGUF metadata key {name!r} is not supported.")
+    for name in metadata.names():
+        if not name.startswith(prefix) or name in metadata.used:
+            continue
+        if name.removeprefix(prefix) not in _HARMLESS_KEYS:
+            raise UnsupportedModelError(f"GGUF metadata key {name!r} is not supported.")
 
 
 def _plan_tensors(file: GgufFile, shape: _Shape, vocab: int) -> tuple[dict[str, _Tensor], bool]:

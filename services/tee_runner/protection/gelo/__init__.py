@@ -1,0 +1,1 @@
+"""Masks by left multiplication: A·[H; S] with secret orthogonal A and Gaussian shield rows S."""

@@ -1,0 +1,178 @@
+"""What the GELO masks share: cadence, shield energy, scaling, wiping.
+
+One secret A per forward pass and sequence block, shield rows fresh per offload. Data rows are
+first scaled by secret powers of two to norms in [1, 2) (undone on the way back, exact), so
+that no row hides another below the f16 rounding of the mix; shield rows are Gaussian with
+expected norm 4·mean‖h‖ over the block's scaled rows.
+
+Known limit of every mask of this kind: A·[H; S] keeps the row space of [H; S], and with public
+weights that is enough to test candidates for the prompt. See docs/security.md.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tee_runner.protection.base import (
+    OPERAND_LIMIT,
+    Float32,
+    ForwardSession,
+    Linear,
+    Protection,
+    Scratch,
+    require_finite,
+)
+from tee_runner.protection.gelo.kernels import row_scales, word_count
+from tee_runner.protection.rng import SecretKey
+from tee_runner.worker.transport import Transport
+
+SHIELD_ROWS = 8
+SHIELD_ENERGY = 4.0
+# A shield element stays below this many standard deviations: Box–Muller on 32 bits ends at 6.7.
+_TAIL = 6.8
+
+
+class Mask:
+    """The secret A of one block of n data rows and s - n shield rows."""
+
+    n: int
+    s: int
+
+    @abstractmethod
+    def apply(
+        self, rows: Float32, scales: Float32, words: NDArray[np.uint32], sigma: Any, scale: Any,
+        operand: NDArray[np.uint16],
+    ) -> None:  # fmt: skip
+        """``operand = f16(scale · A · [rows · scales; σ · Gaussian])``."""
+
+    @abstractmethod
+    def unapply(self, result: Float32, scales: Float32, inverse: Any, out: Float32) -> bool:
+        """``out = (Aᵀ · result)[:n] · inverse / scales``; True if a value is not finite."""
+
+    @abstractmethod
+    def wipe(self) -> None:
+        """Overwrite A."""
+
+
+class GeloProtection(Protection):
+    """A family of masks. ``new_mask`` draws one."""
+
+    warning: ClassVar[str] = (
+        "masks keep the row space of what they hide: with public weights the prompt can be "
+        "recovered by testing candidates (docs/security.md)."
+    )
+
+    def __init__(self, transport: Transport, key: SecretKey | None = None) -> None:
+        super().__init__(transport)
+        key = key or SecretKey()
+        self.mask_stream = key.stream("mask")
+        self.shield_stream = key.stream("shield")
+        self.scratch = Scratch()
+        self._words = np.empty(0, dtype=np.uint32)
+
+    @classmethod
+    def parameters(cls) -> dict[str, int | float | str]:
+        """Shield rows and energy."""
+        return {"shield_rows": SHIELD_ROWS, "shield_energy": SHIELD_ENERGY}
+
+    @classmethod
+    @abstractmethod
+    def block_rows(cls, n: int) -> int:
+        """s for n data rows."""
+
+    @classmethod
+    def operand_rows(cls, counts: Sequence[int]) -> int:
+        """See :meth:`Protection.operand_rows`."""
+        return sum(cls.block_rows(n) for n in counts)
+
+    @abstractmethod
+    def new_mask(self, n: int) -> Mask:
+        """A fresh secret mask for n data rows."""
+
+    def forward_session(self) -> ForwardSession:
+        """See :meth:`Protection.forward_session`."""
+        return _GeloSession(self)
+
+    def shield_words(self, count: int) -> NDArray[np.uint32]:
+        """Fresh random words in a buffer that the next call overwrites."""
+        if self._words.size < count:
+            self._words = np.empty(count, dtype=np.uint32)
+        words = self._words[:count]
+        self.shield_stream.fill(words)
+        return words
+
+    def wipe(self) -> None:
+        """Overwrite working memory and step the streams, so that no used secret can be remade."""
+        self._words.fill(0)
+        self.scratch.wipe()
+        self.mask_stream.ratchet()
+        self.shield_stream.ratchet()
+
+
+class _GeloSession(ForwardSession):
+    def __init__(self, protection: GeloProtection) -> None:
+        self._protection = protection
+        self._masks: dict[tuple[int, int], Mask] = {}
+
+    def linear(self, weight: Linear, rows: Float32, counts: Sequence[int], out: Float32) -> None:
+        protection = self._protection
+        transport = protection.transport
+        masks = [self._mask(block, n) for block, n in enumerate(counts)]
+        total = sum(mask.s for mask in masks)
+        operand = transport.operand(total, weight.d_in).view(np.uint16)
+        scales = np.empty(len(rows), dtype=np.float32)
+        block_scales = []
+        row = place = 0
+        for mask in masks:
+            data = rows[row : row + mask.n]
+            own = scales[row : row + mask.n]
+            sigma = SHIELD_ENERGY * row_scales(data, own) / math.sqrt(weight.d_in)
+            scale = operand_scale(mask.n, mask.s - mask.n, sigma)
+            words = protection.shield_words(word_count(mask.n, mask.s, weight.d_in))
+            mask.apply(
+                data, own, words, np.float32(sigma), np.float32(scale), operand[place : place + mask.s]
+            )
+            block_scales.append(scale)
+            row += mask.n
+            place += mask.s
+        result = transport.exchange(weight.weight_id, total, weight.d_in, weight.d_out)
+        row = place = 0
+        for mask, scale in zip(masks, block_scales, strict=True):
+            bad = mask.unapply(
+                result[place : place + mask.s],
+                scales[row : row + mask.n],
+                np.float32(1.0 / scale),
+                out[row : row + mask.n],
+            )
+            require_finite(bad, weight)
+            row += mask.n
+            place += mask.s
+
+    def _mask(self, block: int, n: int) -> Mask:
+        mask = self._masks.get((block, n))
+        if mask is None:
+            mask = self._masks[block, n] = self._protection.new_mask(n)
+        return mask
+
+    def wipe(self) -> None:
+        for mask in self._masks.values():
+            mask.wipe()
+        self._masks.clear()
+        self._protection.wipe()
+
+
+def operand_scale(n: int, k: int, sigma: float) -> float:
+    """A power of two that keeps every element of A·[H; S] within :data:`OPERAND_LIMIT`.
+
+    An element is at most the norm of its column of [H; S]. Data rows have norms below 2, so
+    the column's data part is below 2·√n, and its shield part below 6.8·σ·√k: a bound that
+    depends on shapes and the mean norm alone, not on which elements are large.
+    """
+    bound = math.sqrt(4.0 * n + k * (_TAIL * sigma) ** 2)
+    return 2.0 ** math.floor(math.log2(OPERAND_LIMIT / bound))
