@@ -162,7 +162,7 @@ def test_arbitrary_bytes_raise_nothing_unexpected(data: bytes) -> None:
             decode(data)
 
 
-@given(st.data())
+@given(data=st.data())
 def test_mutated_records_raise_nothing_unexpected(
     data: st.DataObject, psp: SimulatedPsp, statement: MakeStatement
 ) -> None:

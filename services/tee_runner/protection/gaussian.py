@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tee_runner.protection.rng import SecretStream
-from tee_runner.protection.vector import gaussian_pair
+from tee_runner.vector import gaussian_pair
 
 
 @numba.njit(nogil=True, cache=True, fastmath={"contract"})

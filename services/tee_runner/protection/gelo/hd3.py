@@ -18,7 +18,7 @@ from tee_runner.protection.gelo.kernels import (
     hd3_unapply_parallel,
     tile_width,
 )
-from tee_runner.protection.vector import walsh_hadamard
+from tee_runner.vector import walsh_hadamard
 
 # Below this many elements one thread is done before others would have woken up.
 _SERIAL_ELEMENTS = 1 << 17

@@ -18,7 +18,7 @@ import numba
 import numpy as np
 from gelo.f16 import float_to_half
 
-from tee_runner.protection.vector import bits_from_float, gaussian_pair, walsh_hadamard
+from tee_runner.vector import bits_from_float, gaussian_pair, walsh_hadamard
 
 # Floats of a tile: 64 Ki, 256 KiB, an eighth of the L2 of current server cores.
 TILE_FLOATS = 1 << 16

@@ -1,4 +1,8 @@
-"""Building blocks of the mask kernels: bit casts, Gaussian pairs, Walsh–Hadamard butterflies."""
+"""Vector building blocks of the runner's kernels.
+
+Bit casts, branch-free exp and Gaussian pairs that loops vectorise, Walsh–Hadamard butterflies,
+and a register-tiled matrix product.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 LANES = 16
@@ -165,3 +170,110 @@ def gaussian_pair(first: Any, second: Any) -> Any:
     b = min(a, _ONE - a)
     sine = _sin_pi(b if t >= np.float32(0.0) else -b)
     return radius * cosine, radius * sine
+
+
+_LOG2E = np.float32(1.4426950408889634)
+# Cephes expf: e^r on [-ln2/2, ln2/2].
+_E0, _E1, _E2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
+_E3, _E4, _E5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
+_EXP_LOW, _EXP_HIGH = np.float32(-87.0), np.float32(88.0)
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def exp(x: Any) -> Any:
+    """e^x in float32, relative error below 2e-7; clamped to the normal range, branch-free."""
+    x = min(max(x, _EXP_LOW), _EXP_HIGH)
+    k = np.floor(x * _LOG2E + _HALF)
+    r = x - k * _LN2_HIGH - k * _LN2_LOW
+    y = (((((_E0 * r + _E1) * r + _E2) * r + _E3) * r + _E4) * r + _E5) * r * r + r + _ONE
+    return y * float_from_bits(np.uint32(np.int32(k) + np.int32(127)) << np.uint32(23))  # type: ignore[call-arg]
+
+
+def _matmul_tile(rows: int, vectors: int) -> Any:
+    """An intrinsic: a ``rows`` x ``16·vectors`` block of C += A·B, kept in registers.
+
+    Addresses and strides in bytes; A row-major, B depth-major (row k is contiguous).
+    """
+
+    @intrinsic
+    def tile(
+        typing_context: Any, a: Any, a_stride: Any, b: Any, b_stride: Any, depth: Any, c: Any,
+        c_stride: Any,
+    ) -> Any:  # fmt: skip
+        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            a, a_stride, b, b_stride, depth, c, c_stride = arguments
+            fma = cgutils.get_or_insert_function(
+                builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fma.v{LANES}f32"
+            )
+
+            def place(base: Any, stride: Any, row: Any, column: int) -> Any:
+                address = builder.add(base, builder.mul(row, stride))
+                return builder.inttoptr(builder.add(address, _I64(column * 4)), _PTR)
+
+            def load(pointer: Any) -> Any:
+                value = builder.load(pointer, typ=_VECTOR)
+                value.align = 4
+                return value
+
+            grid = [(r, v) for r in range(rows) for v in range(vectors)]
+            targets = {(r, v): place(c, c_stride, _I64(r), v * LANES) for r, v in grid}
+            initial = {key: load(pointer) for key, pointer in targets.items()}
+            entry = builder.block
+            loop = builder.function.append_basic_block("tile")
+            done = builder.function.append_basic_block("tile_done")
+            builder.cbranch(builder.icmp_signed(">", depth, _I64(0)), loop, done)
+            builder.position_at_end(loop)
+            k = builder.phi(_I64)
+            k.add_incoming(_I64(0), entry)
+            sums = {key: builder.phi(_VECTOR) for key in grid}
+            bs = [load(place(b, b_stride, k, v * LANES)) for v in range(vectors)]
+            undefined = ir.Constant(_VECTOR, ir.Undefined)
+            splat = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
+            updated = {}
+            for r in range(rows):
+                row = builder.add(a, builder.mul(_I64(r), a_stride))
+                pointer = builder.inttoptr(builder.add(row, builder.mul(k, _I64(4))), _PTR)
+                scalar = builder.load(pointer, typ=_F32)
+                spread = builder.shuffle_vector(
+                    builder.insert_element(undefined, scalar, _I32(0)), undefined, splat
+                )
+                for v in range(vectors):
+                    updated[r, v] = builder.call(fma, [spread, bs[v], sums[r, v]])
+            following = builder.add(k, _I64(1))
+            k.add_incoming(following, loop)
+            for key in grid:
+                sums[key].add_incoming(initial[key], entry)
+                sums[key].add_incoming(updated[key], loop)
+            builder.cbranch(builder.icmp_signed("<", following, depth), loop, done)
+            builder.position_at_end(done)
+            for key in grid:
+                final = builder.phi(_VECTOR)
+                final.add_incoming(initial[key], entry)
+                final.add_incoming(updated[key], loop)
+                builder.store(final, targets[key]).align = 4
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), codegen
+
+    return tile
+
+
+_tile_4x4, _tile_4x1 = _matmul_tile(4, 4), _matmul_tile(4, 1)
+
+
+@numba.njit(nogil=True, cache=True)
+def matmul_add(
+    a: int, a_stride: int, b: int, b_stride: int, c: int, c_stride: int, rows: int, depth: int,
+    columns: int,
+) -> None:  # fmt: skip
+    """C += A·B in float32. ``rows`` is a multiple of 4 and ``columns`` of 16; strides in floats."""
+    for r in range(0, rows, 4):
+        at = a + r * a_stride * 4
+        to = c + r * c_stride * 4
+        column = 0
+        while column + 64 <= columns:
+            _tile_4x4(at, a_stride * 4, b + column * 4, b_stride * 4, depth, to + column * 4, c_stride * 4)
+            column += 64
+        while column < columns:
+            _tile_4x1(at, a_stride * 4, b + column * 4, b_stride * 4, depth, to + column * 4, c_stride * 4)
+            column += 16

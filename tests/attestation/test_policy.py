@@ -1,0 +1,256 @@
+"""Acceptable or not: every expectation, alone and all together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from attestation.certificates import AMD_ROOTS, TrustRoots
+from attestation.errors import (
+    ChannelBindingError,
+    InvalidPolicyError,
+    PolicyRefusedError,
+    SimulatedEvidenceRefusedError,
+)
+from attestation.evidence import Evidence
+from attestation.policy import (
+    SIMULATED_MEASUREMENT,
+    SIMULATED_WARNING,
+    UNPINNED,
+    Policy,
+    UnsafeAllowSimulated,
+    validate,
+)
+from attestation.report import Product
+from attestation.simulated import SimulatedPsp
+from attestation.statement import Statement
+from attestation.verify import GenuineReport, verify_evidence
+
+MODEL = bytes(range(32))
+DATA = bytes(range(64))
+SIMULATED = replace(AMD_ROOTS, unsafe_allow_simulated=True)
+MakeStatement = Callable[..., Statement]
+
+
+def genuine_report(psp: SimulatedPsp, **changes: Any) -> GenuineReport:
+    """What a simulated guest with the given changes shows."""
+    return verify_evidence(psp.altered(**changes).evidence(DATA), roots=SIMULATED, at=datetime.now(UTC))
+
+
+def make_policy(**changes: Any) -> Policy:
+    values: dict[str, Any] = {
+        "measurements": frozenset({bytes(48)}),
+        "products": frozenset({Product.GENOA}),
+        "model_identity": MODEL,
+        "service": "gelo",
+    }
+    return Policy(**{**values, **changes})
+
+
+def refused_fields(
+    genuine: GenuineReport, statement: Statement, policy: Policy | UnsafeAllowSimulated
+) -> list[str]:
+    with pytest.raises(PolicyRefusedError) as caught:
+        validate(genuine, statement, policy=policy, expected_report_data=DATA)
+    for mismatch in caught.value.mismatches:
+        assert mismatch.expected != mismatch.got
+        assert mismatch.remedy
+        assert mismatch.field in str(caught.value)
+    return [mismatch.field for mismatch in caught.value.mismatches]
+
+
+def test_simulated_evidence_passes_with_a_loud_warning(
+    psp: SimulatedPsp,
+    statement: MakeStatement,
+    policy: UnsafeAllowSimulated,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        warnings = validate(genuine_report(psp), statement(), policy=policy, expected_report_data=DATA)
+    assert warnings == (SIMULATED_WARNING,)
+    assert SIMULATED_WARNING in caplog.text
+
+
+def test_simulated_evidence_is_refused_by_a_plain_policy(psp: SimulatedPsp, statement: MakeStatement) -> None:
+    policy = make_policy(measurements=frozenset({SIMULATED_MEASUREMENT}))
+    with pytest.raises(SimulatedEvidenceRefusedError):
+        validate(genuine_report(psp), statement(), policy=policy, expected_report_data=DATA)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"policy": 0x30000 | 1 << 19}, "policy.debug"),
+        ({"policy": 0x30000 | 1 << 18}, "policy.migrate_ma"),
+        ({"policy": 0x10000}, "policy.reserved"),
+        ({"policy": 0x30000 | 1 << 26}, "policy.reserved"),
+        ({"policy": 0x30000 | 1 << 63}, "policy.reserved"),
+        ({"vmpl": 1}, "vmpl"),
+        ({"vmpl": 0xFFFFFFFF}, "vmpl"),
+        ({"version": 2}, "version"),
+        ({"version": 4}, "version"),
+        ({"key_info": 2}, "signing_key"),
+        ({"measurement": bytes(48)}, "measurement"),
+    ],
+)
+def test_each_report_mismatch_is_refused(
+    psp: SimulatedPsp,
+    statement: MakeStatement,
+    policy: UnsafeAllowSimulated,
+    changes: dict[str, Any],
+    field: str,
+) -> None:
+    assert refused_fields(genuine_report(psp, **changes), statement(), policy) == [field]
+
+
+@pytest.mark.parametrize("version", [3, 5])
+def test_current_report_versions_pass(
+    psp: SimulatedPsp, statement: MakeStatement, policy: UnsafeAllowSimulated, version: int
+) -> None:
+    genuine = genuine_report(psp, version=version)
+    assert validate(genuine, statement(), policy=policy, expected_report_data=DATA)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"model_identity": bytes(32)}, "model_identity"),
+        ({"service": "other"}, "service"),
+        ({"protection": "plain"}, "protection"),
+        ({"protection": "plain-int8"}, "protection"),
+        ({"protection": "GELO-HD3"}, "protection"),
+    ],
+)
+def test_each_statement_mismatch_is_refused(
+    psp: SimulatedPsp,
+    statement: MakeStatement,
+    policy: UnsafeAllowSimulated,
+    changes: dict[str, Any],
+    field: str,
+) -> None:
+    assert refused_fields(genuine_report(psp), statement(**changes), policy) == [field]
+
+
+@pytest.mark.parametrize("scheme", ["gelo-haar", "gelo-hd3", "lpn"])
+def test_protecting_schemes_pass_by_default(
+    psp: SimulatedPsp, statement: MakeStatement, policy: UnsafeAllowSimulated, scheme: str
+) -> None:
+    made = statement(protection=scheme)
+    assert validate(genuine_report(psp), made, policy=policy, expected_report_data=DATA)
+
+
+def test_all_mismatches_come_together(
+    psp: SimulatedPsp, statement: MakeStatement, policy: UnsafeAllowSimulated
+) -> None:
+    genuine = genuine_report(
+        psp, policy=1 << 26 | 3 << 18, vmpl=3, version=4, measurement=bytes(48), key_info=2
+    )
+    wrong = statement(protection="plain", service="x", model_identity=bytes(32))
+    assert refused_fields(genuine, wrong, policy) == [
+        "version",
+        "policy.debug",
+        "policy.migrate_ma",
+        "policy.reserved",
+        "vmpl",
+        "signing_key",
+        "measurement",
+        "model_identity",
+        "service",
+        "protection",
+    ]
+
+
+def test_wrong_report_data_is_a_binding_failure_that_lists_the_rest(
+    psp: SimulatedPsp, statement: MakeStatement, policy: UnsafeAllowSimulated
+) -> None:
+    genuine = genuine_report(psp, vmpl=1)
+    for expected in (bytes(64), DATA[:-1] + b"\0", b"", DATA[:63]):
+        with pytest.raises(ChannelBindingError) as caught:
+            validate(genuine, statement(), policy=policy, expected_report_data=expected)
+        assert [mismatch.field for mismatch in caught.value.mismatches] == ["report_data", "vmpl"]
+
+
+def test_unpinned_says_so_and_accepts_any(psp: SimulatedPsp, statement: MakeStatement) -> None:
+    policy = UnsafeAllowSimulated.only(model_identity=UNPINNED, service=UNPINNED)
+    made = statement(model_identity=bytes(32), service="whatever")
+    assert validate(genuine_report(psp), made, policy=policy, expected_report_data=DATA)
+
+
+def test_real_evidence_under_a_real_policy(
+    vector: Callable[[str], Evidence], statement: MakeStatement
+) -> None:
+    at = datetime(2026, 10, 1, tzinfo=UTC)
+    genuine = verify_evidence(vector("genoa"), roots=AMD_ROOTS, at=at)
+    policy = make_policy(measurements=frozenset({genuine.report.measurement}))
+    data = genuine.report.report_data
+    assert validate(genuine, statement(), policy=policy, expected_report_data=data) == ()
+    wrapped = UnsafeAllowSimulated(policy)
+    assert validate(genuine, statement(), policy=wrapped, expected_report_data=data) == ()
+    only_simulated = UnsafeAllowSimulated.only(model_identity=MODEL, service="gelo")
+    with pytest.raises(PolicyRefusedError, match="measurement"):
+        validate(genuine, statement(), policy=only_simulated, expected_report_data=data)
+    with pytest.raises(PolicyRefusedError, match="product"):
+        other = replace(policy, products=frozenset({Product.TURIN}))
+        validate(genuine, statement(), policy=other, expected_report_data=data)
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "fields"),
+    [
+        ("milan-debug", datetime(2026, 10, 1, tzinfo=UTC), ["version", "policy.debug"]),
+        ("milan-vlek", datetime(2025, 6, 1, tzinfo=UTC), ["vmpl", "signing_key", "chip_id"]),
+    ],
+)
+def test_real_negatives_are_refused(
+    vector: Callable[[str], Evidence], statement: MakeStatement, name: str, at: datetime, fields: list[str]
+) -> None:
+    genuine = verify_evidence(vector(name), roots=AMD_ROOTS, at=at)
+    policy = make_policy(
+        measurements=frozenset({genuine.report.measurement}), products=frozenset({Product.MILAN})
+    )
+    with pytest.raises(PolicyRefusedError) as caught:
+        validate(genuine, statement(), policy=policy, expected_report_data=genuine.report.report_data)
+    assert [mismatch.field for mismatch in caught.value.mismatches] == fields
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"measurements": frozenset()},
+        {"measurements": frozenset({bytes(47)})},
+        {"measurements": frozenset({"00" * 24})},
+        {"measurements": {bytes(48)}},
+        {"products": frozenset()},
+        {"products": frozenset({"Genoa"})},
+        {"allowed_protection": frozenset()},
+        {"model_identity": b""},
+        {"model_identity": None},
+        {"model_identity": MODEL.hex()},
+        {"service": ""},
+        {"service": None},
+        {"roots": TrustRoots(AMD_ROOTS.pins, unsafe_allow_simulated=True)},
+    ],
+)
+def test_an_expectation_cannot_be_left_out(changes: dict[str, Any]) -> None:
+    with pytest.raises(InvalidPolicyError):
+        make_policy(**changes)
+
+
+@pytest.mark.parametrize("name", ["measurements", "products", "model_identity", "service"])
+def test_an_expectation_cannot_be_forgotten(name: str) -> None:
+    values = {"measurements": frozenset({bytes(48)}), "products": frozenset(Product)}
+    values |= {"model_identity": MODEL, "service": "gelo"}  # type: ignore[dict-item]
+    del values[name]
+    with pytest.raises(TypeError):
+        Policy(**values)  # type: ignore[arg-type]
+
+
+def test_the_model_of_a_simulated_policy_may_be_hex() -> None:
+    assert UnsafeAllowSimulated.only(model_identity=MODEL.hex(), service="s").policy.model_identity == MODEL
+    with pytest.raises(InvalidPolicyError):
+        UnsafeAllowSimulated.only(model_identity="abc", service="s")
