@@ -13,7 +13,7 @@ from datetime import datetime
 from types import MappingProxyType
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric import ec, padding, rsa
 from cryptography.hazmat.primitives.hashes import SHA384
 from cryptography.x509.oid import NameOID
@@ -32,6 +32,8 @@ PSS = padding.PSS(mgf=padding.MGF1(SHA384()), salt_length=48)
 OID_AMD = "1.3.6.1.4.1.3704.1."
 
 _OID_RSASSA_PSS = "1.2.840.113549.1.1.10"
+_HEADER_SIZE = 4  # SEQUENCE with a two-byte length
+_SIGNATURE_SIZE = 5 + 512  # BIT STRING with a two-byte length and no unused bits, RSA-4096 signature
 _SERIAL_OFFSET = 13  # outer and inner SEQUENCE with two-byte lengths, then [0] { INTEGER 2 }
 
 
@@ -122,7 +124,7 @@ def load_certificate(der: bytes, name: str, *, limit: int = MAX_CERTIFICATE_SIZE
         # These are decoded lazily: touch them here, where a failure means "malformed".
         _ = (parsed.public_key(), parsed.extensions, parsed.subject, parsed.issuer, parsed.version)
         _ = (parsed.not_valid_before_utc, parsed.not_valid_after_utc)
-    except (ValueError, TypeError, OverflowError, UnsupportedAlgorithm, x509.DuplicateExtension) as error:
+    except Exception as error:  # the parser has many exceptions without a common base
         raise MalformedEvidenceError(
             f"The {name} certificate cannot be read ({type(error).__name__})."
         ) from None
@@ -154,6 +156,10 @@ def check_issued_by(child: Certificate, issuer: Certificate) -> None:
         raise NotGenuineError(f"The {child.name} certificate names another issuer than the {issuer.name}.")
     if child.x509.signature_algorithm_oid.dotted_string != _OID_RSASSA_PSS:
         raise NotGenuineError(f"The {child.name} certificate is not signed with RSASSA-PSS.")
+    # RFC 5280 section 4.1.1.2: the unsigned algorithm identifier MUST equal the one inside the signed part.
+    algorithm = child.der[_HEADER_SIZE + len(child.signed_bytes) : -_SIGNATURE_SIZE]
+    if not algorithm or algorithm not in child.signed_bytes:
+        raise NotGenuineError(f"The {child.name} certificate names two different signature algorithms.")
     try:
         key.verify(child.x509.signature, child.signed_bytes, PSS, SHA384())
     except InvalidSignature:

@@ -142,9 +142,10 @@ def verify(
     """
     target = _https_url(url)
     endpoint = Endpoint(policy, clock)
+    host = target.raw_host.decode("ascii")
     with _httpx_errors():
-        stream = _Backend(endpoint).connect_tcp(target.host, target.port or DEFAULT_PORT, timeout)
-        stream.start_tls(_unused_context(), target.host, timeout).close()
+        stream = _Backend(endpoint).connect_tcp(host, target.port or DEFAULT_PORT, timeout, None, ())
+        stream.start_tls(_unused_context(), host, timeout).close()
     if endpoint.verdict is None:
         raise RuntimeError("The handshake ended without a verdict.")
     return endpoint.verdict

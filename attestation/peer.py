@@ -8,6 +8,7 @@ the attested guest itself and not somebody who stole the key.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -25,6 +26,8 @@ from attestation.ratls import MAX_LIFETIME, OID_EVIDENCE
 from attestation.statement import PURPOSE_CERTIFICATE, PURPOSE_FRESH, Statement, report_data
 from attestation.verdict import Verdict
 from attestation.verify import GenuineReport, verify_evidence
+
+logger = logging.getLogger(__name__)
 
 MAX_LEAF_SIZE = MAX_EVIDENCE_SIZE + 4096
 
@@ -66,6 +69,8 @@ class PeerVerifier:
         genuine = verify_evidence(evidence, roots=self.policy.roots, at=now)
         expected = report_data(purpose=PURPOSE_CERTIFICATE, spki=spki, statement=statement_bytes)
         warnings = validate(genuine, statement, policy=self.policy, expected_report_data=expected)
+        for warning in warnings:
+            logger.warning(warning)
         return VerifiedCertificate(
             spki, statement, statement_bytes, genuine, leaf.x509.not_valid_after_utc, warnings
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -21,8 +20,6 @@ from attestation.errors import (
 from attestation.report import Product, Report, SigningKey
 from attestation.statement import MODEL_IDENTITY_SIZE, Statement, parse_digest
 from attestation.verify import GenuineReport
-
-logger = logging.getLogger(__name__)
 
 MEASUREMENT_SIZE = 48
 
@@ -161,10 +158,7 @@ def validate(
         raise ChannelBindingError([*binding, *others])
     if others:
         raise PolicyRefusedError(others)
-    if genuine.simulated:
-        logger.warning(SIMULATED_WARNING)
-        return (SIMULATED_WARNING,)
-    return ()
+    return (SIMULATED_WARNING,) if genuine.simulated else ()
 
 
 def _binding_mismatches(report: Report, expected: bytes) -> list[Mismatch]:

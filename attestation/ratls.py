@@ -180,7 +180,8 @@ def fresh_evidence(
 def _context(certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> SSL.Context:
     context = SSL.Context(SSL.TLS_SERVER_METHOD)
     context.set_min_proto_version(SSL.TLS1_3_VERSION)
-    # A resumed session would skip the certificate: no cache and no tickets.
+    # A resumed session would skip the certificate. Without a cache and without self-contained tickets no
+    # session can be resumed; what OpenSSL still announces after the handshake is an id it does not keep.
     context.set_session_cache_mode(SSL.SESS_CACHE_OFF)
     context.set_options(SSL.OP_NO_TICKET)
     context.use_certificate(certificate)

@@ -101,7 +101,7 @@ class TlsStream(httpcore.NetworkStream):
                 self._endpoint.verdict = self._run(steps, deadline)
         except BaseException:
             with contextlib.suppress(Exception):
-                self._raw.write(channel.drain(), 1.0)  # the alert that tells the peer it was refused
+                self._raw.write(channel.drain(), 1.0)  # tells the peer that it was refused
             self._raw.close()
             raise
         self._channel = channel
@@ -169,9 +169,10 @@ class AsyncTlsStream(httpcore.AsyncNetworkStream):
         try:
             with _connect_errors():
                 self._endpoint.verdict = await self._run(steps, deadline)
-        except BaseException:
-            with contextlib.suppress(Exception):
-                await self._raw.write(channel.drain(), 1.0)  # the alert that tells the peer it was refused
+        except BaseException as error:
+            if isinstance(error, Exception):  # a cancelled task may not wait any more
+                with contextlib.suppress(Exception):
+                    await self._raw.write(channel.drain(), 1.0)  # tells the peer that it was refused
             await self._raw.aclose()
             raise
         self._channel = channel

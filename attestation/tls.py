@@ -24,7 +24,9 @@ MAX_ESTABLISH_BYTES = 512 * 1024
 MAX_HEAD_SIZE = 16 * 1024
 
 _TLS13 = "TLSv1.3"
-_ACCEPTED_ERRORS = frozenset({0, 18})  # X509_V_OK, X509_V_ERR_DEPTH_ZERO_SELF_SIGNED_CERT
+# X509_V_OK, _ERR_CERT_NOT_YET_VALID and _ERR_CERT_HAS_EXPIRED (PeerVerifier checks validity by its own
+# clock), _ERR_DEPTH_ZERO_SELF_SIGNED_CERT (evidence stands in for an authority).
+_ACCEPTED_ERRORS = frozenset({0, 9, 10, 18})
 _CHUNK = 65536
 _RECORD = 16384
 
@@ -40,7 +42,7 @@ class TlsChannel:
         self._connection = SSL.Connection(context, None)
         self._connection.set_app_data(self)
         if server_name is not None:
-            self._connection.set_tlsext_host_name(server_name.encode("idna"))
+            self._connection.set_tlsext_host_name(server_name.encode("ascii"))
         self._connection.set_connect_state()
         self._der: bytes | None = None
         self.verified: VerifiedCertificate | None = None
@@ -216,7 +218,7 @@ def _response_body(received: bytearray) -> bytes | None:
             )
         return None
     status, *lines = bytes(received[:end]).split(b"\r\n")
-    if not status.startswith(b"HTTP/1.1 200"):
+    if status != b"HTTP/1.1 200" and not status.startswith(b"HTTP/1.1 200 "):
         code = status[9:12].decode("ascii", "replace") if status[9:12].isdigit() else "not HTTP/1.1"
         raise EvidenceUnavailableError(
             f"The service did not give fresh evidence (status {code}).",

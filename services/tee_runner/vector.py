@@ -192,7 +192,8 @@ def exp(x: Any) -> Any:
 def _matmul_tile(rows: int, vectors: int) -> Any:
     """An intrinsic: a ``rows`` x ``16·vectors`` block of C += A·B, kept in registers.
 
-    Addresses and strides in bytes; A row-major, B depth-major (row k is contiguous).
+    Addresses and strides in bytes; A row-major, B depth-major (row k is contiguous);
+    the depth is at least 1.
     """
 
     @intrinsic
@@ -221,7 +222,7 @@ def _matmul_tile(rows: int, vectors: int) -> Any:
             entry = builder.block
             loop = builder.function.append_basic_block("tile")
             done = builder.function.append_basic_block("tile_done")
-            builder.cbranch(builder.icmp_signed(">", depth, _I64(0)), loop, done)
+            builder.branch(loop)
             builder.position_at_end(loop)
             k = builder.phi(_I64)
             k.add_incoming(_I64(0), entry)
@@ -247,10 +248,7 @@ def _matmul_tile(rows: int, vectors: int) -> Any:
             builder.cbranch(builder.icmp_signed("<", following, depth), loop, done)
             builder.position_at_end(done)
             for key in grid:
-                final = builder.phi(_VECTOR)
-                final.add_incoming(initial[key], entry)
-                final.add_incoming(updated[key], loop)
-                builder.store(final, targets[key]).align = 4
+                builder.store(updated[key], targets[key]).align = 4
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 7), codegen
@@ -266,7 +264,10 @@ def matmul_add(
     a: int, a_stride: int, b: int, b_stride: int, c: int, c_stride: int, rows: int, depth: int,
     columns: int,
 ) -> None:  # fmt: skip
-    """C += A·B in float32. ``rows`` is a multiple of 4 and ``columns`` of 16; strides in floats."""
+    """C += A·B in float32; strides in floats.
+
+    ``rows`` is a multiple of 4, ``columns`` of 16, ``depth`` at least 1.
+    """
     for r in range(0, rows, 4):
         at = a + r * a_stride * 4
         to = c + r * c_stride * 4

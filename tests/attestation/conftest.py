@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import hashlib
 import os
@@ -18,8 +19,6 @@ from urllib.parse import parse_qs
 
 import pytest
 import uvicorn
-from cryptography import x509
-from cryptography.hazmat.primitives.serialization import Encoding
 from hypothesis import settings
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -31,7 +30,10 @@ from attestation.server import ratls_protocol
 from attestation.simulated import SimulatedPsp
 from attestation.statement import Statement
 
-settings.register_profile("attestation", deadline=None, max_examples=100, database=None)
+EXAMPLES = int(os.environ.get("ATTESTATION_FUZZ_EXAMPLES", "100"))
+"""Raise it for a long fuzzing run."""
+
+settings.register_profile("attestation", deadline=None, max_examples=EXAMPLES, database=None)
 settings.load_profile("attestation")
 
 MODEL = bytes(range(32))
@@ -245,7 +247,8 @@ def read_certificates(name: str) -> list[bytes]:
     data = (DATA / name).read_bytes()
     if not data.startswith(b"-----"):
         return [data]
-    return [certificate.public_bytes(Encoding.DER) for certificate in x509.load_pem_x509_certificates(data)]
+    blocks = data.decode().split("-----BEGIN CERTIFICATE-----")[1:]
+    return [base64.b64decode(block.partition("-----END")[0]) for block in blocks]
 
 
 @pytest.fixture(scope="session")

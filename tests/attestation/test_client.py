@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import http.client
 import json
+import logging
 import os
 import socket
 import ssl
@@ -51,11 +52,16 @@ MakeStatement = Callable[..., Statement]
 MODEL = bytes(range(32))
 
 
-def test_a_good_service_is_verified_and_used(running: Any, policy: UnsafeAllowSimulated) -> None:
+def test_a_good_service_is_verified_and_used(
+    running: Any, policy: UnsafeAllowSimulated, caplog: pytest.LogCaptureFixture
+) -> None:
     transport = RaTlsTransport(policy)
-    assert transport.verdict is None
+    before = transport.verdict
+    assert before is None
+    caplog.set_level(logging.WARNING)
     with httpx.Client(transport=transport, base_url=running.url) as client:
         assert client.get("/").text == "hello https"
+    assert caplog.text.count(SIMULATED_WARNING) == 1
     verdict = transport.verdict
     assert verdict is not None
     document = json.loads(json.dumps(verdict.as_dict()))
@@ -101,7 +107,7 @@ def test_verify_returns_the_verdict(running: Any, policy: UnsafeAllowSimulated) 
 
 
 def refused(
-    url: str, policy: Any, error: type[AttestationError], match: str = "", **options: Any
+    url: str, policy: Any, error: type[AttestationError], match: str | None = None, **options: Any
 ) -> AttestationError:
     """The peer at ``url`` is refused by all three ways to connect, before a request is sent."""
     with pytest.raises(error, match=match) as caught:
@@ -324,9 +330,10 @@ RESPONSES = [
 class RawServer:
     """TLS with a given identity, then the same bytes for everybody."""
 
-    def __init__(self, identity: ServerIdentity, answer: bytes) -> None:
+    def __init__(self, identity: ServerIdentity, answer: bytes, host: str = "127.0.0.1") -> None:
         self.context, self.answer = identity.credential().context, answer
-        self.listener = socket.create_server(("127.0.0.1", 0))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.listener = socket.create_server((host, 0), family=family)
         self.port = self.listener.getsockname()[1]
         self.thread = threading.Thread(target=self.serve)
 
@@ -418,7 +425,7 @@ def test_a_read_timeout_is_httpx_s(running: Any, policy: UnsafeAllowSimulated) -
         lines = response.iter_lines()
         assert next(lines) == "data: 0"
         with pytest.raises(httpx.ReadTimeout):
-            next(lines)
+            list(lines)
 
 
 def test_nothing_listens(policy: UnsafeAllowSimulated) -> None:

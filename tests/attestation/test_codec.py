@@ -82,7 +82,7 @@ def test_a_map_has_exactly_its_keys() -> None:
     }
     for wrong in ({"a": 1}, {"a": 1, "b": 2, "c": 3}, {}, [1, 2], 3):
         with pytest.raises(MalformedEvidenceError):
-            codec.decode_map(codec.encode(wrong), keys=keys, limit=99, what="map")  # type: ignore[arg-type]
+            codec.decode_map(codec.encode(wrong), keys=keys, limit=99, what="map")
 
 
 @given(st.binary(max_size=200))

@@ -53,7 +53,7 @@ def test_parameters_are_frozen_and_copied(statement: MakeStatement) -> None:
     parameters["shield_rows"] = 0
     assert made.protection_parameters["shield_rows"] == 8
     with pytest.raises(TypeError):
-        made.protection_parameters["shield_rows"] = 0
+        made.protection_parameters["shield_rows"] = 0  # type: ignore[index]
 
 
 WRONG = [

@@ -1,0 +1,1 @@
+"""The front-end: HTTP over RA-TLS."""

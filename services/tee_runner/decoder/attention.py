@@ -25,13 +25,13 @@ _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 
 
-def _widen(value: Any) -> Any:
+def _widen(value):  # type: ignore[no-untyped-def]
     """A stored cache element as float32: float32 itself, or bfloat16 bits in a uint16."""
     raise TypeError("only inside compiled code")
 
 
 @overload(_widen, inline="always")
-def _widen_overload(value: Any) -> Any:
+def _widen_overload(value):  # type: ignore[no-untyped-def]  # numba compares signatures
     if value == types.float32:
         return lambda value: value
     if value == types.uint16:

@@ -82,18 +82,18 @@ def swiglu_parallel(gate_up: Any, out: Any) -> None:
         _swiglu_row(gate_up[i], out[i])
 
 
-def _narrow(cache: Any, value: Any) -> Any:
+def _narrow(cache, value):  # type: ignore[no-untyped-def]
     """A float32 as an element of ``cache``: itself, or bfloat16 bits rounded to nearest even."""
     raise TypeError("only inside compiled code")
 
 
 @overload(_narrow, inline="always")
-def _narrow_overload(cache: Any, value: Any) -> Any:
+def _narrow_overload(cache, value):  # type: ignore[no-untyped-def]  # numba compares signatures
     if cache.dtype == types.float32:
         return lambda cache, value: value
     if cache.dtype == types.uint16:
 
-        def narrow(cache: Any, value: Any) -> Any:
+        def narrow(cache, value):  # type: ignore[no-untyped-def]
             bits = bits_from_float(value)  # type: ignore[call-arg]
             bits += np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
             return np.uint16(bits >> np.uint32(16))

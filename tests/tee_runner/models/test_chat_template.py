@@ -22,12 +22,12 @@ TALK = [
     {"role": "user", "content": "  bye  "},
 ]
 TEMPLATES = {
-    "blocks": "{% for m in messages %}\n  {% if m.role == 'user' %}\nU: {{ m.content }}\n  {% endif %}\n{% endfor %}",
+    "blocks": "{% for m in messages %}\n  {% if loop.first %}\nU: {{ m.role }}\n  {% endif %}\n{% endfor %}",
     "tojson": "{{ messages | tojson }}{{ messages | tojson(indent=2) }}{{ messages[1].content | tojson }}",
     "tokens": "{{ bos_token }}{% for m in messages %}{{ m['content'] | trim + eos_token }}{% endfor %}",
     "controls": "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.role }}{% endfor %}",
     "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
-    "namespace": "{% set s = namespace(n=0) %}{% for m in messages %}{% set s.n = s.n + 1 %}{% endfor %}{{ s.n }}",
+    "namespace": "{% set s = namespace(n=0) %}{% for m in [1] %}{% set s.n = s.n + m %}{% endfor %}{{ s.n }}",
     "absent": "{% if tools %}T{% endif %}{% if documents is none %}N{% endif %}{{ '-' * 5 }}{{ 3 * 4 }}",
     "prompt": "{% if add_generation_prompt %}A:{% endif %}{{ strftime_now('%Y') | length }}",
     "slices": "{% set rest = messages[1:] %}{{ rest[0]['content'].split(' ')[-1] }}{{ rest | length }}",

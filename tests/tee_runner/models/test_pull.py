@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
 import subprocess
 import sys
 import zipfile
@@ -239,7 +238,5 @@ def test_cache_directory_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_importing_the_package_needs_no_test_dependency() -> None:
     code = "import sys, tee_runner.models; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -1,0 +1,56 @@
+"""Refuses request bodies beyond a bound before they are collected."""
+
+from __future__ import annotations
+
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+MAX_BODY_BYTES = 16 << 20
+
+
+class BodyTooLargeError(Exception):
+    """More bytes arrived than allowed."""
+
+
+class BodyLimit:
+    """ASGI middleware: 413 once a body exceeds ``limit`` bytes, declared or sent."""
+
+    def __init__(self, app: ASGIApp, limit: int = MAX_BODY_BYTES) -> None:
+        self._app = app
+        self._limit = limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        declared = dict(scope["headers"]).get(b"content-length", b"0")
+        if not declared.isdigit() or int(declared) > self._limit:
+            await self._refuse(scope, receive, send)
+            return
+        received = 0
+        started = False
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._limit:
+                raise BodyTooLargeError
+            return message
+
+        async def noted(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, counted, noted)
+        except BodyTooLargeError:
+            if not started:
+                await self._refuse(scope, receive, send)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        message = f"The body exceeds {self._limit} bytes."
+        error = {"code": "body_too_large", "message": message, "fault": "client", "remedy": ""}
+        await JSONResponse({"error": error}, status_code=413)(scope, receive, send)

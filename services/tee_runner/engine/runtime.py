@@ -1,0 +1,176 @@
+"""A model, a protection scheme and a worker, put together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from gelo.slab import SlabSizes
+
+from tee_runner.decoder.forward import Decoder, LinearHandles, RaggedBatch
+from tee_runner.decoder.kv_cache import KvCache, KvDtype
+from tee_runner.errors import WorkerError
+from tee_runner.models.loader import LoadedModel
+from tee_runner.protection.base import Float32, Linear, Protection
+from tee_runner.protection.schemes import DEFAULT_SCHEME, scheme
+from tee_runner.worker.client import RemoteWeight, TransportName, WorkerClient, WorkerInfo, weight_digest
+from tee_runner.worker.transport import WireStats
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]
+
+# Rows of an LM-head operand that the buffers can hold at least: enough to score in blocks.
+_HEAD_ROWS = 128
+_RECONNECT_WAIT_S = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeOptions:
+    """How to run.
+
+    ``step_rows`` bounds the prompt rows of one forward pass; 504 + 8 shield rows is a power of
+    two. ``max_len`` bounds prompt plus answer, 0 for the model's own limit up to 4096.
+    """
+
+    worker: str
+    protection: str = DEFAULT_SCHEME
+    transport: TransportName = "auto"
+    max_sequences: int = 8
+    max_len: int = 0
+    step_rows: int = 504
+    kv_dtype: KvDtype = "float32"
+    worker_timeout: float = 60.0
+
+
+class Runtime:
+    """Runs forward passes. One thread uses it."""
+
+    def __init__(
+        self, model: LoadedModel, options: RuntimeOptions, progress: Progress | None = None
+    ) -> None:
+        """Hashes the weights and allocates the KV cache; :meth:`connect` reaches the worker."""
+        self.model = model
+        self.options = options
+        self.scheme = scheme(options.protection)
+        limit = model.config.max_position_embeddings
+        self.max_len = min(options.max_len, limit) if options.max_len else min(limit, 4096)
+        self._weights = _remote_weights(model, progress)
+        self._linears = tuple(
+            Linear(weight_id=i, name=w.name, d_in=w.d_in, d_out=w.d_out)
+            for i, w in enumerate(self._weights)
+        )
+        handles = LinearHandles(handles=self._linears)
+        self._decoder = Decoder(model.config, model.weights, handles, max_len=self.max_len)
+        self.cache = KvCache(
+            model.config, slots=options.max_sequences, max_len=self.max_len, dtype=options.kv_dtype
+        )
+        self.max_operand_rows = self.scheme.operand_rows([options.step_rows] + [1] * options.max_sequences)
+        self._client = WorkerClient(options.worker, timeout=options.worker_timeout)
+        self._protection: Protection | None = None
+        self._finished = WireStats()
+        self.worker_info: WorkerInfo | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether a worker session is open, as far as known."""
+        return self._protection is not None
+
+    def connect(self, progress: Progress | None = None, *, wait: float = 30.0) -> None:
+        """Reach the worker, upload what it lacks, open a session.
+
+        Raises:
+            WorkerError: it cannot be reached or refuses.
+        """
+        self.worker_info = self._client.info(wait=wait)
+        sent = self._client.provision(self._weights, progress)
+        transport = self._client.open_session(self._weights, self._slab_sizes(), self.options.transport)
+        protection = self.scheme(transport)
+        protection.provision(self._linears)
+        self._protection = protection
+        info = self.worker_info
+        log.info("worker: engine %s on %s; uploaded %d MB", info.engine, info.adapter, sent // 1_000_000)
+
+    def forward(self, batch: RaggedBatch) -> Float32:
+        """Logits ``(sum(sampled), vocab)`` float32, valid until the next call.
+
+        A session that failed is closed; the next call opens another.
+
+        Raises:
+            WorkerError: the worker failed. The cache is as before.
+        """
+        if self._protection is None:
+            self.connect(wait=_RECONNECT_WAIT_S)
+        protection = self._protection
+        if protection is None:
+            raise WorkerError("There is no worker session.")
+        try:
+            with protection.forward_session() as session:
+                return self._decoder.forward(batch, self.cache, session)
+        except WorkerError:
+            self._disconnect()
+            raise
+
+    def operand_rows(self, counts: Sequence[int]) -> int:
+        """Rows that data rows ``counts`` take on the wire; at most ``max_operand_rows`` a pass."""
+        return self.scheme.operand_rows(counts)
+
+    @property
+    def head_rows(self) -> int:
+        """Rows an LM-head operand may have."""
+        return max(_HEAD_ROWS, self.scheme.operand_rows([1] * self.options.max_sequences))
+
+    def wire_stats(self) -> WireStats:
+        """Totals over all sessions."""
+        total = replace(self._finished)
+        if self._protection is not None:
+            _add(total, self._protection.transport.stats)
+        return total
+
+    def idle(self) -> bool:
+        """Let the scheme work ahead; False when there is nothing to do."""
+        return self._protection is not None and self._protection.idle()
+
+    def close(self) -> None:
+        """End the session and the channel."""
+        self._disconnect()
+        self._client.close()
+
+    def _disconnect(self) -> None:
+        protection, self._protection = self._protection, None
+        if protection is not None:
+            _add(self._finished, protection.transport.stats)
+            protection.transport.close()
+
+    def _slab_sizes(self) -> SlabSizes:
+        *layers, head = self._linears
+        rows = self.max_operand_rows
+        operand = max(rows * max(w.d_in for w in layers), self.head_rows * head.d_in)
+        result = max(rows * max(w.d_out for w in layers), self.head_rows * head.d_out)
+        return SlabSizes(operand=operand * 2, result=result * 4)
+
+
+def _add(total: WireStats, part: WireStats) -> None:
+    total.offloads += part.offloads
+    total.bytes_sent += part.bytes_sent
+    total.bytes_received += part.bytes_received
+    total.exchange_ns += part.exchange_ns
+    total.worker_ns += part.worker_ns
+
+
+def _remote_weights(model: LoadedModel, progress: Progress | None) -> tuple[RemoteWeight, ...]:
+    specs = list(model.weights.linears())
+    total = sum(spec.d_in * spec.d_out * 2 for spec in specs)
+    done = 0
+    remote = []
+    for spec in specs:
+        digest = weight_digest(np.ascontiguousarray(spec.load()))
+        remote.append(
+            RemoteWeight(name=spec.name, d_in=spec.d_in, d_out=spec.d_out, sha256=digest, load=spec.load)
+        )
+        done += spec.d_in * spec.d_out * 2
+        if progress is not None:
+            progress("hash weights", done, total)
+    return tuple(remote)
