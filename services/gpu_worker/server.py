@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -199,8 +199,10 @@ def start(engine: Engine, settings: WorkerSettings) -> RunningWorker:
     return RunningWorker(server, service, port)
 
 
-def serve(engine: Engine, settings: WorkerSettings) -> None:
-    """Serve until SIGINT or SIGTERM."""
+def serve(
+    engine: Engine, settings: WorkerSettings, *, on_ready: Callable[[int], None] = lambda _: None
+) -> None:
+    """Serve until SIGINT or SIGTERM; ``on_ready`` is told the port."""
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
@@ -210,5 +212,6 @@ def serve(engine: Engine, settings: WorkerSettings) -> None:
     log.info("engine %s on %s (%s)", info.name, info.adapter, info.backend)
     log.info("features: %s; limits: %s", ", ".join(info.features) or "none", info.limits)
     log.info("listening on %s:%d", host, running.port)
+    on_ready(running.port)
     stop.wait()
     running.stop()

@@ -1,0 +1,5 @@
+"""`python -m gelo_cli`."""
+
+from gelo_cli.main import app
+
+app()

@@ -1,0 +1,79 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+from gelo_cli.processes import READY_FD_OPTION
+
+
+class EngineChoice(str, Enum):
+    """Worker engines."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    WGPU = "wgpu"
+
+
+class TransportChoice(str, Enum):
+    """How operands travel."""
+
+    AUTO = "auto"
+    SLAB = "slab"
+    GRPC = "grpc"
+
+
+class KvChoice(str, Enum):
+    """KV cache element types."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class ProtectionChoice(str, Enum):
+    """Protection schemes."""
+
+    PLAIN = "plain"
+    HAAR = "gelo-haar"
+    HD3 = "gelo-hd3"
+
+
+ModelOption = Annotated[
+    str, typer.Option("--model", "-m", help="A name `gelo models list` shows, a directory, or a hub id.")
+]
+ProtectionOption = Annotated[
+    ProtectionChoice, typer.Option("--protection", "-p", help="How operands are hidden from the worker.")
+]
+EngineOption = Annotated[
+    EngineChoice,
+    typer.Option("--engine", help="auto takes a hardware GPU through Vulkan if there is one, else the CPU."),
+]
+TransportOption = Annotated[
+    TransportChoice, typer.Option(help="slab: shared memory on one host. grpc: any topology. auto picks.")
+]
+KvOption = Annotated[KvChoice, typer.Option("--kv-dtype", help="Element type of the KV cache.")]
+MaxLenOption = Annotated[
+    int, typer.Option(help="Prompt plus answer, in tokens. 0: the model's limit, at most 4096.", min=0)
+]
+LogOption = Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")]
+ReadyOption = Annotated[int | None, typer.Option(READY_FD_OPTION, hidden=True)]
+AllowSimulatedOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-simulated",
+        help="Accept SIMULATED evidence, which proves nothing. For development only.",
+    ),
+]
+ModelIdentityOption = Annotated[
+    str | None, typer.Option("--model-identity", help="Refuse any other model than this (64 hex digits).")
+]
+MeasurementOption = Annotated[
+    list[str] | None,
+    typer.Option("--measurement", help="Accepted launch measurement (96 hex digits); may be repeated."),
+]
+AllowPlainOption = Annotated[
+    bool, typer.Option("--allow-plain", help="Accept a service that does not protect its operands at all.")
+]
