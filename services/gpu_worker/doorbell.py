@@ -36,6 +36,9 @@ class DoorbellServer:
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
+        self._served: dict[socket.socket, threading.Thread] = {}
+        self._lock = threading.Lock()
+        self._closing = False
         self._directory = Path(tempfile.mkdtemp(prefix="gelo-worker-"))
         self.path = self._directory / "doorbell"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -45,10 +48,20 @@ class DoorbellServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening and remove the socket."""
+        """Stop listening, end the attached sessions and remove the socket."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        self._thread.join()
+        # A busy runner rings without touching the socket; the flag reaches its thread.
+        self._closing = True
+        with self._lock:
+            served = dict(self._served)
+            for peer in served:
+                with contextlib.suppress(OSError):
+                    peer.shutdown(socket.SHUT_RDWR)
+        for thread in served.values():
+            thread.join()
         with contextlib.suppress(OSError):
             self.path.unlink()
             self._directory.rmdir()
@@ -59,15 +72,14 @@ class DoorbellServer:
                 peer, _ = self._listener.accept()
             except OSError:
                 return
-            threading.Thread(target=self._serve, args=(peer,), name="gelo-session", daemon=True).start()
+            thread = threading.Thread(target=self._serve, args=(peer,), name="gelo-session", daemon=True)
+            with self._lock:
+                self._served[peer] = thread
+            thread.start()
 
     def _serve(self, peer: socket.socket) -> None:
-        with peer:
-            try:
-                session, slab = self._attach(peer)
-            except (SlabError, OSError) as error:
-                log.warning("doorbell: refused a runner: %s", error)
-                return
+        try:
+            session, slab = self._attach(peer)
             try:
                 peer.send(b"ok")
                 self._answer(session, slab, Doorbell(slab, peer, runner=False, spins=_SPINS))
@@ -75,6 +87,12 @@ class DoorbellServer:
                 log.info("doorbell: the runner left")
             finally:
                 self._sessions.close(session.session_id)
+        except (SlabError, OSError) as error:
+            log.warning("doorbell: refused a runner: %s", error)
+        finally:
+            with self._lock:
+                del self._served[peer]
+                peer.close()
 
     def _attach(self, peer: socket.socket) -> tuple[Session, Slab]:
         peer.settimeout(_ATTACH_TIMEOUT_S)
@@ -95,7 +113,7 @@ class DoorbellServer:
 
     def _answer(self, session: Session, slab: Slab, doorbell: Doorbell) -> None:
         answers = 0
-        while True:
+        while not self._closing:
             raw = doorbell.wait(None)
             answers += 1
             try:

@@ -20,7 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from gpu_worker.doorbell import DoorbellServer
 from gpu_worker.engines.base import Engine, EngineError
 from gpu_worker.session import Session, Sessions, fits
-from gpu_worker.weights import UploadError, WeightStore
+from gpu_worker.weights import UploadError, WeightStore, weight_key
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     """Implements ``gelo.v1.Worker`` on one engine."""
 
     def __init__(self, engine: Engine, settings: WorkerSettings) -> None:
-        lock = threading.RLock()
+        lock = self._lock = threading.RLock()
         self._engine = engine
         self._store = WeightStore(engine, lock, capacity=settings.weight_memory)
         self._sessions = Sessions(engine, self._store, lock, limit=settings.max_sessions)
@@ -53,7 +53,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """Stop the doorbell and the engine."""
         if self._doorbell is not None:
             self._doorbell.close()
-        self._engine.close()
+        with self._lock:
+            self._engine.close()
 
     def GetInfo(
         self, request: worker_pb2.GetInfoRequest, context: grpc.ServicerContext
@@ -77,7 +78,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.MissingWeightsReply:
         """The hashes, of those asked, that must be uploaded."""
         _bounded(request.weights, context)
-        missing = [w.sha256 for w in request.weights if w.sha256 not in self._store]
+        missing = [w.sha256 for w in request.weights if _key(w) not in self._store]
         return worker_pb2.MissingWeightsReply(sha256=missing)
 
     def UploadWeight(
@@ -103,7 +104,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """Bind weights to ids."""
         _bounded(request.weights, context)
         try:
-            session = self._sessions.open([w.sha256 for w in request.weights])
+            session = self._sessions.open([_key(w) for w in request.weights])
         except KeyError:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "a weight of this session was not uploaded")
         except RuntimeError as error:
@@ -150,6 +151,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         answer = self._sessions.execute(session, header, operand, result)
         payload = result.tobytes() if answer.status == Status.OK else b""
         return worker_pb2.ComputeReply(header=answer.pack(), result=payload)
+
+
+def _key(weight: worker_pb2.WeightRef) -> bytes:
+    return weight_key(weight.sha256, weight.d_in, weight.d_out)
 
 
 def _bounded(weights: Iterable[worker_pb2.WeightRef], context: grpc.ServicerContext) -> None:

@@ -20,7 +20,7 @@ class Session:
     """``weights[i]`` has weight_id i."""
 
     weights: list[LoadedWeight]
-    digests: list[bytes]
+    keys: list[bytes]
     session_id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     attached: bool = False
     opened: float = field(default_factory=time.monotonic)
@@ -42,8 +42,8 @@ class Sessions:
         self._limit = limit
         self._open: dict[bytes, Session] = {}
 
-    def open(self, digests: list[bytes]) -> Session:
-        """A new session bound to ``digests``.
+    def open(self, keys: list[bytes]) -> Session:
+        """A new session bound to the weights ``keys``.
 
         Raises:
             KeyError: a weight is not resident.
@@ -55,7 +55,7 @@ class Sessions:
                     self.close(stale.session_id)
             if len(self._open) >= self._limit:
                 raise RuntimeError(f"{self._limit} sessions are open already")
-            session = Session(weights=self._store.bind(digests), digests=digests)
+            session = Session(weights=self._store.bind(keys), keys=keys)
             self._open[session.session_id] = session
             return session
 
@@ -73,7 +73,7 @@ class Sessions:
         with self._lock:
             session = self._open.pop(session_id, None)
             if session is not None:
-                self._store.release(session.digests)
+                self._store.release(session.keys)
 
     def execute(
         self,
@@ -86,6 +86,9 @@ class Sessions:
         weight = session.weights[header.weight_id]
         try:
             with self._lock:
+                if session.session_id not in self._open:
+                    # Closed meanwhile: its weights may be unloaded.
+                    return replace(header, status=Status.BAD_REQUEST)
                 started = time.perf_counter_ns()
                 self._engine.matmul(weight, operand, result)
                 return replace(header, compute_ns=time.perf_counter_ns() - started)

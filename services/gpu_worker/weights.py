@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -19,8 +20,13 @@ class UploadError(ValueError):
     """An upload that cannot be accepted; the message says why."""
 
 
+def weight_key(digest: bytes, d_in: int, d_out: int) -> bytes:
+    """What identifies a resident weight: the same bytes in another shape are another weight."""
+    return digest + struct.pack("<II", d_in, d_out)
+
+
 class WeightStore:
-    """Weights held by an engine, keyed by the SHA-256 of their bytes.
+    """Weights held by an engine, by :func:`weight_key`.
 
     At most ``capacity`` bytes (f16). A new weight evicts the least recently bound ones that
     no open session uses. Thread-safe; ``lock`` serialises every use of the engine.
@@ -34,8 +40,8 @@ class WeightStore:
         self._bound: dict[bytes, int] = {}
         self._bytes = 0
 
-    def __contains__(self, digest: bytes) -> bool:
-        return digest in self._weights
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._weights
 
     @property
     def resident_bytes(self) -> int:
@@ -61,40 +67,41 @@ class WeightStore:
             hasher.update(chunk)
         if hasher.digest() != digest:
             raise UploadError("the bytes received do not have the announced SHA-256")
+        key = weight_key(digest, d_in, d_out)
         with self._lock:
-            if digest in self._weights:
+            if key in self._weights:
                 return
             self._make_room(size)
-            self._weights[digest] = self._engine.load(array.view(np.float16).reshape(d_out, d_in))
+            self._weights[key] = self._engine.load(array.view(np.float16).reshape(d_out, d_in))
             self._bytes += size
 
-    def bind(self, digests: list[bytes]) -> list[LoadedWeight]:
+    def bind(self, keys: list[bytes]) -> list[LoadedWeight]:
         """The weights, kept resident until :meth:`release`.
 
         Raises:
             KeyError: one of them is not here.
         """
         with self._lock:
-            weights = [self._weights[digest] for digest in digests]
-            for digest in digests:
-                self._weights.move_to_end(digest)
-                self._bound[digest] = self._bound.get(digest, 0) + 1
+            weights = [self._weights[key] for key in keys]
+            for key in keys:
+                self._weights.move_to_end(key)
+                self._bound[key] = self._bound.get(key, 0) + 1
             return weights
 
-    def release(self, digests: list[bytes]) -> None:
+    def release(self, keys: list[bytes]) -> None:
         """Undo one :meth:`bind`."""
         with self._lock:
-            for digest in digests:
-                self._bound[digest] -= 1
-                if not self._bound[digest]:
-                    del self._bound[digest]
+            for key in keys:
+                self._bound[key] -= 1
+                if not self._bound[key]:
+                    del self._bound[key]
 
     def _make_room(self, size: int) -> None:
-        for digest in list(self._weights):
+        for key in list(self._weights):
             if self._bytes + size <= self._capacity:
                 return
-            if digest not in self._bound:
-                weight = self._weights.pop(digest)
+            if key not in self._bound:
+                weight = self._weights.pop(key)
                 self._bytes -= weight.d_in * weight.d_out * 2
                 self._engine.unload(weight)
         if self._bytes + size > self._capacity:

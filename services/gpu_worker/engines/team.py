@@ -3,10 +3,15 @@
 A decode step hands the engine a new product every 100 µs or so. Waking a sleeping thread
 costs about half of that, so helpers stay awake for a bounded while after each job and give
 their core away whenever another thread wants it; after that they sleep until called.
+
+When the team is as large as the machine, its last helper is a *reserve*: it sleeps between
+jobs and is called to long ones only. On the same host the runner spins on a core while it
+waits for a short job, and a spinning helper that shares that core with it comes too late.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -20,6 +25,7 @@ from gpu_worker.engines.microkernel import (
     DEPTH,
     DONE,
     JOB_WORDS,
+    LANES,
     OPERAND,
     OPERAND_STRIDE,
     OUT,
@@ -35,6 +41,10 @@ from gpu_worker.engines.microkernel import (
 
 # Yields before a helper sleeps: about a millisecond, longer than the gap between two offloads.
 _HELPER_SPINS = 3000
+# A job this long on one thread is worth waking the reserve for. The estimate takes the larger
+# of arithmetic at 150 GFLOP/s and reading the weights at 15 GB/s.
+_RESERVE_SECONDS = 5e-4
+_FLOPS, _BYTES_PER_SECOND = 1.5e11, 1.5e10
 
 
 @numba.njit(nogil=True, cache=True)
@@ -88,15 +98,22 @@ class Team:
     """``threads`` threads in all, the caller among them. One caller at a time."""
 
     def __init__(self, threads: int) -> None:
+        reserve = threads > 1 and threads >= len(os.sched_getaffinity(0))
         # One word a cache line would be tidier; the words are touched once per 50 µs.
         self._job = np.zeros(JOB_WORDS, dtype=np.int64)
         self._base = int(self._job.ctypes.data)
         self._epoch = 0
         self._wake = threading.Semaphore(0)
+        self._wake_reserve = threading.Semaphore(0) if reserve else None
+        spinning = max(0, threads - 1 - int(reserve))
         self._helpers = [
             threading.Thread(target=self._helper, name=f"gelo-gemm-{i}", daemon=True)
-            for i in range(max(0, threads - 1))
+            for i in range(spinning)
         ]
+        if reserve:
+            self._helpers.append(
+                threading.Thread(target=self._reserve, name="gelo-gemm-reserve", daemon=True)
+            )
         for helper in self._helpers:
             helper.start()
 
@@ -119,6 +136,8 @@ class Team:
         )  # fmt: skip
         if sleeping:
             self._wake.release(sleeping)
+        if self._wake_reserve is not None and _single_thread_seconds(rows, depth, panels) > _RESERVE_SECONDS:
+            self._wake_reserve.release()
         _finish(self._job, self._base)
 
     def close(self) -> None:
@@ -126,6 +145,8 @@ class Team:
         store_word(self._base + 8 * STOP, 1)
         for _ in self._helpers:
             self._wake.release()
+        if self._wake_reserve is not None:
+            self._wake_reserve.release()
         for helper in self._helpers:
             helper.join()
 
@@ -138,3 +159,13 @@ class Team:
             # others; this helper only joins the next one.
             self._wake.acquire()
             _announce(self._base, -1)
+
+    def _reserve(self) -> None:
+        wake = self._wake_reserve
+        while wake is not None and wake.acquire() and not self._job[STOP]:
+            work(self._job, self._base)
+
+
+def _single_thread_seconds(rows: int, depth: int, panels: int) -> float:
+    weights = depth * panels * LANES
+    return max(2 * rows * weights / _FLOPS, 2 * weights / _BYTES_PER_SECOND)

@@ -75,10 +75,11 @@ class Decoder:
         Raises:
             WorkerError: an offload failed. The cache's lengths are unchanged then, so the pass
                 can be repeated.
+            CapacityError: a sequence would outgrow its slot.
         """
         config = self.config
         n = len(batch.tokens)
-        pasts = [int(cache.lengths[slot]) for slot in batch.slots]
+        pasts = [cache.reserve(slot, count) for slot, count in zip(batch.slots, batch.counts, strict=True)]
         positions = np.concatenate(
             [np.arange(p, p + c, dtype=np.int64) for p, c in zip(pasts, batch.counts, strict=True)]
         )

@@ -29,6 +29,8 @@ class KvCache:
         self.values = [np.zeros(shape, dtype=stored) for _ in range(config.num_layers)]
         self.lengths: NDArray[np.int64] = np.zeros(slots, dtype=np.int64)
         self.max_len = max_len
+        # Positions that may hold something: a pass that failed wrote past the length.
+        self._written: NDArray[np.int64] = np.zeros(slots, dtype=np.int64)
         self._free = list(range(slots - 1, -1, -1))
 
     @property
@@ -46,10 +48,25 @@ class KvCache:
             raise CapacityError("All sequence slots are taken.", remedy="Wait for a request to finish.")
         return self._free.pop()
 
+    def reserve(self, slot: int, count: int) -> int:
+        """The position from which a pass may write ``count`` rows; the length stays.
+
+        Raises:
+            CapacityError: they would not fit.
+        """
+        past = int(self.lengths[slot])
+        if past + count > self.max_len:
+            raise CapacityError(
+                f"A sequence of {past + count} tokens exceeds the context of {self.max_len}.",
+                remedy="Shorten the prompt, or ask for fewer tokens.",
+            )
+        self._written[slot] = max(self._written[slot], past + count)
+        return past
+
     def release(self, slot: int) -> None:
         """Give a slot back; what it held is overwritten."""
-        used = int(self.lengths[slot])
+        used = int(max(self.lengths[slot], self._written[slot]))
         for stored in (*self.keys, *self.values):
             stored[slot, :used] = 0
-        self.lengths[slot] = 0
+        self.lengths[slot] = self._written[slot] = 0
         self._free.append(slot)

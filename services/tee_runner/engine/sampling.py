@@ -72,8 +72,12 @@ class Sampler:
         else:
             ids = np.arange(len(logits))
         ids = ids[np.argsort(-logits[ids], kind="stable")]
-        scaled = logits[ids].astype(np.float64) / params.temperature
-        return ids.astype(np.int64), np.exp(scaled - scaled[0])
+        # Differences first: the largest stays 0 however small the temperature, and the rest may
+        # overflow to -inf, which is probability 0.
+        below = logits[ids].astype(np.float64)
+        below -= below[0]
+        with np.errstate(over="ignore"):
+            return ids.astype(np.int64), np.exp(below / params.temperature)
 
     def _uniform(self) -> float:
         """53 uniform bits in [0, 1)."""

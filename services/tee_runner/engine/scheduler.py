@@ -87,6 +87,9 @@ class Scheduler:
         prompt = len(request.prompt)
         if prompt == 0:
             raise InvalidRequestError("The prompt is empty.")
+        # Here, where it concerns one request, and not in a pass, where it would fail all.
+        if min(request.prompt) < 0 or max(request.prompt) >= self.runtime.model.config.vocab_size:
+            raise InvalidRequestError("The prompt holds a token that the model does not know.")
         if request.max_tokens < 1:
             raise InvalidRequestError("max_tokens must be at least 1.")
         if prompt + request.max_tokens > limit:
@@ -155,7 +158,16 @@ class Scheduler:
             token = sequence.sampler.sample(logits[row])
             row += 1
             self.stats.generated_tokens += 1
-            if sequence.accept(token, self.runtime.model.eos_ids):
+            try:
+                finished = sequence.accept(token, self.runtime.model.eos_ids)
+            except Exception as error:
+                log.error("a token could not be turned into text: %s", where(error))
+                self.stats.failures += 1
+                self._retire(sequence)
+                failure = GeloError("The answer's text could not be decoded.", remedy="See the runner's log.")
+                sequence.finish("error", error=failure)
+                continue
+            if finished:
                 self._retire(sequence)
 
     def _choose(self) -> list[tuple[Sequence, int]]:

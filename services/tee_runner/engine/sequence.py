@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,6 +10,9 @@ from typing import Literal, Protocol
 
 from tee_runner.engine.sampling import Sampler, SamplingParams
 from tee_runner.errors import GeloError
+from tee_runner.hardening import where
+
+log = logging.getLogger(__name__)
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -83,7 +87,7 @@ class Sequence:
             self.finish("stop")
             return True
         text, stopped = self._release(self._decoder.push(token))
-        self._sink(TokenEvent(token_id=token, text=text))
+        self._emit(TokenEvent(token_id=token, text=text))
         if stopped:
             self._held = ""
             self.finish("stop", flush=False)
@@ -100,7 +104,7 @@ class Sequence:
         if flush and reason != "error":
             text, stopped = self._release(self._decoder.finish())
             text += "" if stopped else self._held
-        self._sink(
+        self._emit(
             FinishEvent(
                 reason=reason,
                 text=text,
@@ -110,12 +114,21 @@ class Sequence:
             )
         )
 
+    def _emit(self, event: Event) -> None:
+        """Hand over an event. A receiver that fails loses its request, not the engine."""
+        try:
+            self._sink(event)
+        except Exception as error:
+            log.error("a receiver failed: %s", where(error))
+            self.cancel()
+
     def _release(self, text: str) -> tuple[str, bool]:
         """Add text; returns what can be shown, and whether a stop string was met."""
         text = self._held + text
-        stops = [place for stop in self.request.stop if (place := text.find(stop)) >= 0]
+        # The stop string that is complete first, whatever the chunks; the longest of several.
+        stops = [(place + len(stop), place) for stop in self.request.stop if (place := text.find(stop)) >= 0]
         if stops:
-            return text[: min(stops)], True
+            return text[: min(stops)[1]], True
         keep = max((_overlap(text, stop) for stop in self.request.stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False

@@ -113,6 +113,7 @@ class Scratch:
     def take(self, size: int) -> Float32:
         """``size`` floats, uninitialised; valid until the next call."""
         if self._buffer.size < size:
+            self.wipe()
             self._buffer = np.empty(size, dtype=np.float32)
         return self._buffer[:size]
 

@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 from tee_runner.protection.rng import SecretStream
 from tee_runner.vector import gaussian_pair
 
+# Words drawn and converted at a time: 256 KiB, so that they are still in cache when converted.
+_PIECE = 1 << 16
+
 
 @numba.njit(nogil=True, cache=True, fastmath={"contract"})
 def _pairs(first: Any, second: Any, cosine: Any, sine: Any) -> None:
@@ -20,11 +23,24 @@ def _pairs(first: Any, second: Any, cosine: Any, sine: Any) -> None:
         sine[i] = y
 
 
+def fill_normals(stream: SecretStream, out: NDArray[np.float32]) -> None:
+    """Overwrite ``out`` ``(n,)`` float32 with independent standard normals."""
+    words = np.empty(min(_PIECE, out.size + out.size % 2), dtype=np.uint32)
+    for start in range(0, out.size, _PIECE):
+        part = out[start : start + _PIECE]
+        half = part.size // 2
+        drawn = words[: part.size + part.size % 2]
+        stream.fill(drawn)
+        _pairs(drawn[:half], drawn[half : 2 * half], part[:half], part[half : 2 * half])
+        if part.size % 2:
+            spare = np.empty(1, dtype=np.float32)
+            _pairs(drawn[-2:-1], drawn[-1:], part[-1:], spare)
+            spare.fill(0.0)
+    words.fill(0)
+
+
 def standard_normals(stream: SecretStream, count: int) -> NDArray[np.float32]:
     """``count`` independent standard normals, float32."""
-    half = -(-count // 2)
-    words = stream.words(2 * half)
-    normals = np.empty(2 * half, dtype=np.float32)
-    _pairs(words[:half], words[half:], normals[:half], normals[half:])
-    words.fill(0)
-    return normals[:count]
+    normals = np.empty(count, dtype=np.float32)
+    fill_normals(stream, normals)
+    return normals

@@ -37,7 +37,8 @@ class SecretStream:
         """Overwrite ``words`` (C-contiguous, any shape) with uniform random words."""
         if not words.size:
             return
-        target = memoryview(words.reshape(-1).view(np.uint8))
+        # A view, or a TypeError: a copy would be filled and thrown away.
+        target = memoryview(words).cast("B")
         for start in range(0, len(target), _PIECE):
             piece = target[start : start + _PIECE]
             self._cipher.update_into(_ZEROS[: len(piece)], piece)

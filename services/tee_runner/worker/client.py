@@ -150,7 +150,9 @@ class WorkerClient:
         if transport == "grpc":
             return False
         here = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
-        usable = bool(path) and self.info().boot_id == here and os.access(path, os.W_OK)
+        # The path is the worker's: a NUL in it would raise ValueError below.
+        named = bool(path) and "\0" not in path
+        usable = named and self.info().boot_id == here and os.access(path, os.W_OK)
         if not usable and transport == "slab":
             raise WorkerUnavailableError(
                 "The worker offers no shared memory to this host.",

@@ -70,11 +70,14 @@ class InlineTransport(Transport):
             d_in=operand.shape[1], d_out=out.shape[1],
         )  # fmt: skip
         self._requests.put(worker_pb2.ComputeRequest(header=header.pack(), operand=operand.tobytes()))
+        self._pump.take_one()
+        self.meanwhile()
         try:
             reply = self._replies.get(timeout=self._timeout)
         except queue.Empty:
             raise WorkerUnavailableError(f"The worker did not answer within {self._timeout:g} s.") from None
         if isinstance(reply, grpc.RpcError):
+            self._replies.put(reply)  # a later exchange fails at once, too
             raise worker_error(reply)
         self.stats.worker_ns += check_answer(header, reply.header)
         if len(reply.result) != header.result_bytes:
@@ -88,10 +91,14 @@ class InlineTransport(Transport):
         """Ends the stream and with it the session."""
         self._requests.put(None)
         self._call.cancel()
+        self._pump.take_one()
 
 
 class _Pump:
-    """Moves replies from the call into a queue, so that waiting for one can time out."""
+    """Moves replies from the call into a queue, so that waiting for one can time out.
+
+    One reply per request: what a worker sends unasked stays in the network's bounded buffers.
+    """
 
     def __init__(
         self,
@@ -99,12 +106,19 @@ class _Pump:
         replies: queue.SimpleQueue[worker_pb2.ComputeReply | grpc.RpcError],
     ) -> None:
         self._call, self._replies = call, replies
+        self._wanted = threading.Semaphore(0)
         threading.Thread(target=self._run, name="gelo-replies", daemon=True).start()
+
+    def take_one(self) -> None:
+        """Allow one more reply, or the end of the stream, into the queue."""
+        self._wanted.release()
 
     def _run(self) -> None:
         try:
+            self._wanted.acquire()
             for reply in self._call:
                 self._replies.put(reply)
+                self._wanted.acquire()
             self._replies.put(_StreamEnded())
         except grpc.RpcError as error:
             self._replies.put(error)

@@ -24,7 +24,7 @@ from tee_runner.worker.transport import Transport, check_answer
 
 # Yields before blocking: longer than a decode-sized product, short enough that a prefill on
 # a CPU worker gets this core.
-_SPINS = 1500
+_SPINS = 6000
 _ATTACH_TIMEOUT_S = 5.0
 
 
@@ -46,6 +46,7 @@ class SlabTransport(Transport):
             finally:
                 os.close(descriptor)
             if self._peer.recv(16) != b"ok":
+                self._peer.close()
                 raise WorkerUnavailableError("The worker refused the shared-memory slab.")
             self._peer.settimeout(None)
         except OSError as error:
@@ -73,6 +74,7 @@ class SlabTransport(Transport):
         started = time.perf_counter_ns()
         try:
             self._doorbell.ring(self._sequence, header.pack())
+            self.meanwhile()
             raw = self._doorbell.wait(self._timeout)
         except DoorbellTimeoutError as error:
             raise WorkerUnavailableError(f"The worker did not answer within {self._timeout:g} s.") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +27,10 @@ class WireStats:
     worker_ns: int = 0
 
 
+def _nothing() -> None:
+    """The default of :attr:`Transport.meanwhile`."""
+
+
 class Transport(ABC):
     """One session with a worker. One thread uses it, one offload at a time.
 
@@ -35,6 +40,9 @@ class Transport(ABC):
 
     def __init__(self) -> None:
         self.stats = WireStats()
+        # Called once per exchange, after the operand is on its way and before the wait: work
+        # that is then off the critical path. Its return value is ignored.
+        self.meanwhile: Callable[[], object] = _nothing
 
     @abstractmethod
     def operand(self, rows: int, d_in: int) -> NDArray[np.float16]:

@@ -28,7 +28,8 @@ from tee_runner.protection.base import (
     Scratch,
     require_finite,
 )
-from tee_runner.protection.gelo.kernels import row_scales, word_count
+from tee_runner.protection.gelo.kernels import row_scales, shield_size
+from tee_runner.protection.gelo.shield import ShieldStock
 from tee_runner.protection.rng import SecretKey
 from tee_runner.worker.transport import Transport
 
@@ -36,6 +37,17 @@ SHIELD_ROWS = 8
 SHIELD_ENERGY = 4.0
 # A shield element stays below this many standard deviations: Box–Muller on 32 bits ends at 6.7.
 _TAIL = 6.8
+
+# Below this many elements one thread is done before others would have woken up.
+SERIAL_ELEMENTS = 1 << 17
+
+
+def padded_rows(matrix: Float32) -> Float32:
+    """A C-contiguous float32 copy with zero rows added to a multiple of 4, as kernels want it."""
+    rows, columns = matrix.shape
+    padded = np.zeros((-(-rows // 4) * 4, columns), dtype=np.float32)
+    padded[:rows] = matrix
+    return padded
 
 
 class Mask:
@@ -46,7 +58,7 @@ class Mask:
 
     @abstractmethod
     def apply(
-        self, rows: Float32, scales: Float32, words: NDArray[np.uint32], sigma: Any, scale: Any,
+        self, rows: Float32, scales: Float32, normals: Float32, sigma: Any, scale: Any,
         operand: NDArray[np.uint16],
     ) -> None:  # fmt: skip
         """``operand = f16(scale · A · [rows · scales; σ · Gaussian])``."""
@@ -72,9 +84,9 @@ class GeloProtection(Protection):
         super().__init__(transport)
         key = key or SecretKey()
         self.mask_stream = key.stream("mask")
-        self.shield_stream = key.stream("shield")
+        self.shield = ShieldStock(key.stream("shield"))
         self.scratch = Scratch()
-        self._words = np.empty(0, dtype=np.uint32)
+        transport.meanwhile = self.shield.refill
 
     @classmethod
     def parameters(cls) -> dict[str, int | float | str]:
@@ -99,20 +111,15 @@ class GeloProtection(Protection):
         """See :meth:`Protection.forward_session`."""
         return _GeloSession(self)
 
-    def shield_words(self, count: int) -> NDArray[np.uint32]:
-        """Fresh random words in a buffer that the next call overwrites."""
-        if self._words.size < count:
-            self._words = np.empty(count, dtype=np.uint32)
-        words = self._words[:count]
-        self.shield_stream.fill(words)
-        return words
+    def idle(self) -> bool:
+        """See :meth:`Protection.idle`."""
+        return self.shield.refill()
 
     def wipe(self) -> None:
         """Overwrite working memory and step the streams, so that no used secret can be remade."""
-        self._words.fill(0)
         self.scratch.wipe()
         self.mask_stream.ratchet()
-        self.shield_stream.ratchet()
+        self.shield.wipe()
 
 
 class _GeloSession(ForwardSession):
@@ -134,9 +141,9 @@ class _GeloSession(ForwardSession):
             own = scales[row : row + mask.n]
             sigma = SHIELD_ENERGY * row_scales(data, own) / math.sqrt(weight.d_in)
             scale = operand_scale(mask.n, mask.s - mask.n, sigma)
-            words = protection.shield_words(word_count(mask.n, mask.s, weight.d_in))
+            normals = protection.shield.take(shield_size(mask.n, mask.s, weight.d_in))
             mask.apply(
-                data, own, words, np.float32(sigma), np.float32(scale), operand[place : place + mask.s]
+                data, own, normals, np.float32(sigma), np.float32(scale), operand[place : place + mask.s]
             )
             block_scales.append(scale)
             row += mask.n

@@ -8,20 +8,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tee_runner.protection.base import Float32
-from tee_runner.protection.gelo.base import SHIELD_ROWS, GeloProtection, Mask
-from tee_runner.protection.gelo.kernels import (
-    TILE_FLOATS,
-    dense_apply,
-    dense_unapply,
-    fill_block,
-    to_half,
-    unscale_rows,
-)
 from tee_runner.protection.gaussian import standard_normals
-
-# Up to here the fused kernel beats assembling the block and calling BLAS.
-_DENSE_ROWS = 32
-_DENSE_DATA_ROWS = 4
+from tee_runner.protection.gelo.base import (
+    SERIAL_ELEMENTS,
+    SHIELD_ROWS,
+    GeloProtection,
+    Mask,
+    padded_rows,
+)
+from tee_runner.protection.gelo.kernels import (
+    dense_apply,
+    dense_apply_parallel,
+    dense_unapply,
+    dense_unapply_parallel,
+    tile_width,
+)
 
 
 class HaarMask(Mask):
@@ -31,42 +32,30 @@ class HaarMask(Mask):
         self.n = n
         self.s = Haar.block_rows(n)
         self._scratch = protection.scratch
-        self._mask = haar_matrix(standard_normals(protection.mask_stream, self.s * self.s), self.s)
-        self._columns = np.ascontiguousarray(self._mask[:, :n])
+        mask = haar_matrix(standard_normals(protection.mask_stream, self.s * self.s), self.s)
+        self._mask = padded_rows(mask)
+        self._inverse = padded_rows(mask.T[:n])
+        mask.fill(0.0)
 
     def apply(
-        self, rows: Float32, scales: Float32, words: NDArray[np.uint32], sigma: Any, scale: Any,
+        self, rows: Float32, scales: Float32, normals: Float32, sigma: Any, scale: Any,
         operand: NDArray[np.uint16],
     ) -> None:  # fmt: skip
         """See :meth:`Mask.apply`."""
-        s, d = operand.shape
-        if s <= _DENSE_ROWS:
-            scratch = self._scratch.take(TILE_FLOATS)
-            dense_apply(rows, scales, words, sigma, self._mask, scale, operand, scratch)
-            return
-        block, mixed = self._scratch.take(2 * s * d).reshape(2, s, d)
-        fill_block(rows, scales, words, sigma, block)
-        np.matmul(self._mask, block, out=mixed)
-        to_half(mixed, np.full(s, scale, dtype=np.float32), operand)
+        kernel = dense_apply if operand.size <= SERIAL_ELEMENTS else dense_apply_parallel
+        scratch = self._scratch.take(2 * len(self._mask) * tile_width(self.s))
+        kernel(rows, scales, normals, sigma, self._mask, scale, operand, scratch)
 
     def unapply(self, result: Float32, scales: Float32, inverse: Any, out: Float32) -> bool:
         """See :meth:`Mask.unapply`."""
-        n, d = out.shape
-        if n <= _DENSE_DATA_ROWS:
-            scratch = self._scratch.take(TILE_FLOATS)
-            return bool(dense_unapply(result, self._columns, scales, inverse, out, scratch))
-        # The worker can still write the result: one private copy, then only that is used.
-        copied = self._scratch.take((self.s + n) * d)
-        private = copied[: self.s * d].reshape(self.s, d)
-        np.copyto(private, result)
-        data = copied[self.s * d :].reshape(n, d)
-        np.matmul(self._columns.T, private, out=data)
-        return bool(unscale_rows(data, scales, inverse, out))
+        kernel = dense_unapply if result.size <= SERIAL_ELEMENTS else dense_unapply_parallel
+        scratch = self._scratch.take(2 * len(self._mask) * tile_width(self.s))
+        return bool(kernel(result, self._inverse, scales, inverse, out, scratch))
 
     def wipe(self) -> None:
         """See :meth:`Mask.wipe`."""
         self._mask.fill(0.0)
-        self._columns.fill(0.0)
+        self._inverse.fill(0.0)
 
 
 class Haar(GeloProtection):

@@ -8,7 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tee_runner.protection.base import Float32
-from tee_runner.protection.gelo.base import SHIELD_ROWS, GeloProtection, Mask
+from tee_runner.protection.gelo.base import (
+    SERIAL_ELEMENTS,
+    SHIELD_ROWS,
+    GeloProtection,
+    Mask,
+    padded_rows,
+)
 from tee_runner.protection.gelo.kernels import (
     TILE_FLOATS,
     dense_unapply,
@@ -20,8 +26,6 @@ from tee_runner.protection.gelo.kernels import (
 )
 from tee_runner.vector import walsh_hadamard
 
-# Below this many elements one thread is done before others would have woken up.
-_SERIAL_ELEMENTS = 1 << 17
 _LANES = 16
 
 
@@ -36,44 +40,44 @@ class Hd3Mask(Mask):
         unpacked = np.unpackbits(bits.view(np.uint8)).reshape(3, -1)[:, : self.s]
         self._signs = (1.0 - 2.0 * unpacked).astype(np.float32)
         self._normal = float(self.s) ** -1.5
-        # With few data rows, their columns of A are cheaper to apply than three transforms.
-        self._columns = self._data_columns() if 2 * n <= self.s.bit_length() else None
+        # With few data rows, their rows of Aᵀ are cheaper to apply than three transforms.
+        self._inverse = self._inverse_rows() if 2 * n <= self.s.bit_length() else None
 
-    def _data_columns(self) -> Float32:
-        """The first n columns of A (unnormalised): A applied to unit vectors."""
+    def _inverse_rows(self) -> Float32:
+        """The first n rows of Aᵀ (unnormalised): A applied to unit vectors."""
         width = -(-self.n // _LANES) * _LANES
         tile = np.zeros((self.s, width), dtype=np.float32)
         tile[range(self.n), range(self.n)] = 1.0
         for stage in range(3):
             walsh_hadamard(tile.ctypes.data, self.s, width)
             tile *= self._signs[stage][:, None]
-        return np.ascontiguousarray(tile[:, : self.n])
+        return padded_rows(tile[:, : self.n].T)
 
     def apply(
-        self, rows: Float32, scales: Float32, words: NDArray[np.uint32], sigma: Any, scale: Any,
+        self, rows: Float32, scales: Float32, normals: Float32, sigma: Any, scale: Any,
         operand: NDArray[np.uint16],
     ) -> None:  # fmt: skip
         """See :meth:`Mask.apply`."""
-        kernel = hd3_apply if operand.size <= _SERIAL_ELEMENTS else hd3_apply_parallel
+        kernel = hd3_apply if operand.size <= SERIAL_ELEMENTS else hd3_apply_parallel
         scratch = self._scratch.take(max(TILE_FLOATS, self.s * tile_width(self.s)))
         kernel(
-            rows, scales, words, sigma, self._signs, np.float32(scale * self._normal), operand, scratch
+            rows, scales, normals, sigma, self._signs, np.float32(scale * self._normal), operand, scratch
         )
 
     def unapply(self, result: Float32, scales: Float32, inverse: Any, out: Float32) -> bool:
         """See :meth:`Mask.unapply`."""
         factor = np.float32(inverse * self._normal)
         scratch = self._scratch.take(max(TILE_FLOATS, self.s * tile_width(self.s)))
-        if self._columns is not None:
-            return bool(dense_unapply(result, self._columns, scales, factor, out, scratch))
-        kernel = hd3_unapply if result.size <= _SERIAL_ELEMENTS else hd3_unapply_parallel
+        if self._inverse is not None:
+            return bool(dense_unapply(result, self._inverse, scales, factor, out, scratch))
+        kernel = hd3_unapply if result.size <= SERIAL_ELEMENTS else hd3_unapply_parallel
         return bool(kernel(result, self._signs, scales, factor, out, scratch))
 
     def wipe(self) -> None:
         """See :meth:`Mask.wipe`."""
         self._signs.fill(0.0)
-        if self._columns is not None:
-            self._columns.fill(0.0)
+        if self._inverse is not None:
+            self._inverse.fill(0.0)
 
 
 class Hd3(GeloProtection):

@@ -1,12 +1,12 @@
 """Apply and unapply: one pass over column tiles that stay in cache.
 
 A tile holds all s rows of a few columns. It is filled with the scaled data rows and fresh
-Gaussian shield rows, transformed in place, and converted to f16 on its way into the operand
+shield rows, transformed in place, and converted to f16 on its way into the operand
 buffer. The way back reads each float of the result exactly once (the buffer may be memory
 that the worker can still change), transforms, and writes the data rows only.
 
-Shapes: ``rows`` (n, d) f32; ``scales`` (n,) f32 powers of two; ``words`` (word_count,) uniform
-uint32; ``operand`` (s, d) float16 as uint16; ``result`` (s, d) f32; s = n + k.
+Shapes: ``rows`` (n, d) f32; ``scales`` (n,) f32 powers of two; ``normals``
+(shield_size,) f32 standard normal; ``operand`` (s, d) float16 as uint16; ``result`` (s, d) f32; s = n + k.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numba
 import numpy as np
 from gelo.f16 import float_to_half
 
-from tee_runner.vector import bits_from_float, gaussian_pair, walsh_hadamard
+from tee_runner.vector import bits_from_float, matmul_add, walsh_hadamard
 
 # Floats of a tile: 64 Ki, 256 KiB, an eighth of the L2 of current server cores.
 TILE_FLOATS = 1 << 16
@@ -35,8 +35,8 @@ def tile_width(s: int) -> int:
 
 
 @numba.njit(nogil=True, cache=True)
-def word_count(n: int, s: int, d: int) -> int:
-    """Random words one apply consumes: one per shield element of every whole tile."""
+def shield_size(n: int, s: int, d: int) -> int:
+    """Normals one apply consumes: one per shield element of every whole tile."""
     width = tile_width(s)
     return -(-d // width) * (s - n) * width
 
@@ -70,19 +70,9 @@ def row_scales(rows: Any, scales: Any) -> Any:
     return total / rows.shape[0]
 
 
-@numba.njit(nogil=True, cache=True, fastmath={"contract"})
-def _gaussian_rows(words: Any, sigma: Any, first: Any, second: Any) -> None:
-    """Two runs of normals of standard deviation ``sigma`` from twice as many words."""
-    half = first.shape[0]
-    for c in range(half):
-        x, y = gaussian_pair(words[c], words[half + c])
-        first[c] = x * sigma
-        second[c] = y * sigma
-
-
 @numba.njit(nogil=True, cache=True)
 def _fill(
-    tile: Any, rows: Any, scales: Any, words: Any, sigma: Any, first: int, width: int, used: int
+    tile: Any, rows: Any, scales: Any, normals: Any, sigma: Any, first: int, width: int, used: int
 ) -> None:
     """Load one tile: data rows, then fresh shield rows. Data columns from ``used`` on are zero."""
     n = rows.shape[0]
@@ -94,9 +84,9 @@ def _fill(
         for c in range(used, width):
             tile[base + c] = _ZERO
     shield = tile[n * width :]
-    half = shield.shape[0] // 2
     start = first * (tile.shape[0] // width - n)
-    _gaussian_rows(words[start : start + 2 * half], sigma, shield[:half], shield[half:])
+    for c in range(shield.shape[0]):
+        shield[c] = normals[start + c] * sigma
 
 
 @numba.njit(nogil=True, cache=True)
@@ -134,12 +124,12 @@ def _store_rows(
 
 @numba.njit(nogil=True, cache=True)
 def _hd3_apply_tile(
-    tile: Any, rows: Any, scales: Any, words: Any, sigma: Any, signs: Any, scale: Any,
+    tile: Any, rows: Any, scales: Any, normals: Any, sigma: Any, signs: Any, scale: Any,
     operand: Any, first: int, width: int,
 ) -> None:  # fmt: skip
     s, d = operand.shape
     used = min(width, d - first)
-    _fill(tile, rows, scales, words, sigma, first, width, used)
+    _fill(tile, rows, scales, normals, sigma, first, width, used)
     for stage in range(3):
         walsh_hadamard(tile.ctypes.data, s, width)
         _sign_rows(tile, signs[stage], width)
@@ -169,7 +159,7 @@ def _hd3_unapply_tile(
 
 @numba.njit(nogil=True, cache=True)
 def hd3_apply(
-    rows: Any, scales: Any, words: Any, sigma: Any, signs: Any, scale: Any, operand: Any, scratch: Any
+    rows: Any, scales: Any, normals: Any, sigma: Any, signs: Any, scale: Any, operand: Any, scratch: Any
 ) -> None:
     """``operand = f16(scale · D₃H D₂H D₁H · [rows·scales; σ·Gaussian])``, H unnormalised.
 
@@ -179,20 +169,20 @@ def hd3_apply(
     width = tile_width(s)
     for first in range(0, d, width):
         _hd3_apply_tile(
-            scratch[: s * width], rows, scales, words, sigma, signs, scale, operand, first, width
+            scratch[: s * width], rows, scales, normals, sigma, signs, scale, operand, first, width
         )
 
 
 @numba.njit(nogil=True, cache=True, parallel=True)
 def hd3_apply_parallel(
-    rows: Any, scales: Any, words: Any, sigma: Any, signs: Any, scale: Any, operand: Any, scratch: Any
+    rows: Any, scales: Any, normals: Any, sigma: Any, signs: Any, scale: Any, operand: Any, scratch: Any
 ) -> None:
     """:func:`hd3_apply` on all threads."""
     s, d = operand.shape
     width = tile_width(s)
     for t in numba.prange(-(-d // width)):
         own = np.empty(s * width, np.float32)
-        _hd3_apply_tile(own, rows, scales, words, sigma, signs, scale, operand, t * width, width)
+        _hd3_apply_tile(own, rows, scales, normals, sigma, signs, scale, operand, t * width, width)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -226,70 +216,111 @@ def hd3_unapply_parallel(
 
 
 @numba.njit(nogil=True, cache=True)
+def _dense_apply_tile(
+    tile: Any, mixed: Any, rows: Any, scales: Any, normals: Any, sigma: Any, mask: Any, scale: Any,
+    operand: Any, first: int, width: int,
+) -> None:  # fmt: skip
+    s, d = operand.shape
+    used = min(width, d - first)
+    _fill(tile, rows, scales, normals, sigma, first, width, used)
+    mixed[:] = _ZERO
+    matmul_add(
+        mask.ctypes.data, s, tile.ctypes.data, width, mixed.ctypes.data, width, mask.shape[0], s, width
+    )
+    _store_half(mixed, operand, scale, first, width, used)
+
+
+@numba.njit(nogil=True, cache=True)
 def dense_apply(
-    rows: Any, scales: Any, words: Any, sigma: Any, mask: Any, scale: Any, operand: Any, scratch: Any
+    rows: Any, scales: Any, normals: Any, sigma: Any, mask: Any, scale: Any, operand: Any, scratch: Any
 ) -> None:
-    """``operand = f16(scale · mask · [rows·scales; σ·Gaussian])`` for a small dense mask (s, s)."""
+    """``operand = f16(scale · mask · [rows·scales; σ·Gaussian])``.
+
+    ``mask`` ``(⌈s/4⌉·4, s)`` f32, zero rows below s.
+    """
     s, d = operand.shape
     width = tile_width(s)
-    tile = scratch[: s * width]
-    mixed = scratch[s * width : s * width + width]
+    size = mask.shape[0] * width
     for first in range(0, d, width):
-        used = min(width, d - first)
-        _fill(tile, rows, scales, words, sigma, first, width, used)
-        for i in range(s):
-            for c in range(width):
-                mixed[c] = _ZERO
-            for r in range(s):
-                a = mask[i, r] * scale
-                base = r * width
-                for c in range(width):
-                    mixed[c] += a * tile[base + c]
-            for c in range(used):
-                operand[i, first + c] = float_to_half(mixed[c])
+        _dense_apply_tile(
+            scratch[: s * width], scratch[size : 2 * size], rows, scales, normals, sigma, mask, scale,
+            operand, first, width,
+        )  # fmt: skip
+
+
+@numba.njit(nogil=True, cache=True, parallel=True)
+def dense_apply_parallel(
+    rows: Any, scales: Any, normals: Any, sigma: Any, mask: Any, scale: Any, operand: Any, scratch: Any
+) -> None:
+    """:func:`dense_apply` on all threads."""
+    s, d = operand.shape
+    width = tile_width(s)
+    for t in numba.prange(-(-d // width)):
+        tile = np.empty(s * width, np.float32)
+        mixed = np.empty(mask.shape[0] * width, np.float32)
+        _dense_apply_tile(
+            tile, mixed, rows, scales, normals, sigma, mask, scale, operand, t * width, width
+        )
+
+
+@numba.njit(nogil=True, cache=True)
+def _dense_unapply_tile(
+    tile: Any, mixed: Any, result: Any, inverse_mask: Any, scales: Any, inverse: Any, out: Any,
+    first: int, width: int,
+) -> bool:  # fmt: skip
+    s, d = result.shape
+    used = min(width, d - first)
+    for i in range(s):
+        base = i * width
+        for c in range(used):
+            tile[base + c] = result[i, first + c]
+        for c in range(used, width):
+            tile[base + c] = _ZERO
+    mixed[:] = _ZERO
+    matmul_add(
+        inverse_mask.ctypes.data, s, tile.ctypes.data, width, mixed.ctypes.data, width,
+        inverse_mask.shape[0], s, width,
+    )  # fmt: skip
+    return _store_rows(mixed, out, scales, inverse, first, width, used)
 
 
 @numba.njit(nogil=True, cache=True)
 def dense_unapply(
-    result: Any, columns: Any, scales: Any, inverse: Any, out: Any, scratch: Any
+    result: Any, inverse_mask: Any, scales: Any, inverse: Any, out: Any, scratch: Any
 ) -> bool:
-    """``out = (columnsᵀ · result) · inverse / scales`` for few data rows; True if not finite.
+    """``out = (inverse_mask · result)[:n] · inverse / scales``; True if a value is not finite.
 
-    ``columns`` (s, n) are the mask's columns of the data rows. With n small this is cheaper
-    than any fast transform: n multiply-adds per float read.
+    ``inverse_mask`` ``(⌈n/4⌉·4, s)`` f32: the first n rows of A's inverse, zero rows below.
     """
     s, d = result.shape
-    n = out.shape[0]
-    width = _MAX_WIDTH
+    width = tile_width(s)
+    start = s * width
+    size = inverse_mask.shape[0] * width
     bad = False
-    sums = scratch[: n * width]
     for first in range(0, d, width):
-        used = min(width, d - first)
-        sums[:] = _ZERO
-        for r in range(s):
-            for i in range(n):
-                a = columns[r, i]
-                base = i * width
-                for c in range(used):
-                    sums[base + c] += a * result[r, first + c]
-        bad |= _store_rows(sums, out, scales, inverse, first, width, used)
+        bad |= _dense_unapply_tile(
+            scratch[:start], scratch[start : start + size], result, inverse_mask, scales, inverse, out,
+            first, width,
+        )  # fmt: skip
     return bad
 
 
 @numba.njit(nogil=True, cache=True, parallel=True)
-def fill_block(rows: Any, scales: Any, words: Any, sigma: Any, block: Any) -> None:
-    """``block`` (s, d) f32 = [rows·scales; σ·Gaussian], for masks applied by BLAS."""
-    d = block.shape[1]
-    s = block.shape[0]
-    width = _MAX_WIDTH
-    for t in numba.prange(-(-d // width)):
-        first = t * width
-        used = min(width, d - first)
-        own = np.empty(s * width, np.float32)
-        _fill(own, rows, scales, words, sigma, first, width, used)
-        for i in range(s):
-            for c in range(used):
-                block[i, first + c] = own[i * width + c]
+def dense_unapply_parallel(
+    result: Any, inverse_mask: Any, scales: Any, inverse: Any, out: Any, scratch: Any
+) -> bool:
+    """:func:`dense_unapply` on all threads."""
+    s, d = result.shape
+    width = tile_width(s)
+    tiles = -(-d // width)
+    bad = np.zeros(tiles, np.uint8)
+    for t in numba.prange(tiles):
+        tile = np.empty(s * width, np.float32)
+        mixed = np.empty(inverse_mask.shape[0] * width, np.float32)
+        bad[t] = _dense_unapply_tile(
+            tile, mixed, result, inverse_mask, scales, inverse, out, t * width, width
+        )
+    return bool(bad.any())
 
 
 @numba.njit(nogil=True, cache=True, parallel=True)

@@ -1,0 +1,67 @@
+"""Shield rows: a small stock of standard normals, refilled while the worker computes.
+
+Shield rows do not depend on what they hide, so the next offload's are made during the wait
+for this one's result, when this thread has nothing else to do. Every normal is used once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tee_runner.protection.gaussian import fill_normals
+from tee_runner.protection.rng import SecretStream
+
+# The stock grows to the largest demand seen, up to this: 4 MiB, more than any decode step
+# needs. Larger demands are made when they come.
+_MAX_STOCK = 1 << 20
+
+
+class ShieldStock:
+    """Independent standard normals from one secret stream. Not thread-safe."""
+
+    def __init__(self, stream: SecretStream) -> None:
+        self._stream = stream
+        self._stock: NDArray[np.float32] = np.empty(0, dtype=np.float32)
+        # Entries before this index are used up.
+        self._used = 0
+        # Asked for since the last refill.
+        self._demand = 0
+        self._extra: list[NDArray[np.float32]] = []
+
+    def take(self, count: int) -> NDArray[np.float32]:
+        """``count`` fresh normals, float32. Valid until :meth:`refill` or :meth:`wipe`."""
+        self._demand += count
+        if self._stock.size - self._used >= count:
+            self._used += count
+            return self._stock[self._used - count : self._used]
+        extra = np.empty(count, dtype=np.float32)
+        fill_normals(self._stream, extra)
+        self._extra.append(extra)
+        return extra
+
+    def refill(self) -> bool:
+        """Replace what was used and grow to the last demand; False if there is nothing to do."""
+        self._drop_extra()
+        size = min(self._demand, _MAX_STOCK)
+        self._demand = 0
+        if size > self._stock.size:
+            self._stock.fill(0.0)
+            self._stock = np.empty(size, dtype=np.float32)
+            self._used = size
+        if not self._used:
+            return False
+        fill_normals(self._stream, self._stock[: self._used])
+        self._used = 0
+        return True
+
+    def _drop_extra(self) -> None:
+        for extra in self._extra:
+            extra.fill(0.0)
+        self._extra.clear()
+
+    def wipe(self) -> None:
+        """Overwrite used normals and step the stream, so that they cannot be made again."""
+        self._stock[: self._used] = 0.0
+        self._drop_extra()
+        self._stream.ratchet()

@@ -1,0 +1,540 @@
+"""The gRPC service and the doorbell, as seen by well- and ill-behaved clients."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from gelo.header import OffloadHeader, Status
+from gelo.slab import AttachMessage, Doorbell, DoorbellClosedError, Slab, SlabSizes
+from gelo.v1 import worker_pb2, worker_pb2_grpc
+from gpu_worker.server import MAX_MESSAGE_BYTES, MAX_WEIGHTS, WorkerSettings, start
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tests.e2e.processes import WorkerProcess, start_worker
+
+from .conftest import HANG_GUARD_S, NumpyEngine, Service, StartService, Weight, make_weight
+
+SIZES = SlabSizes(operand=4096, result=8192)
+WEIGHT = make_weight(6, 4)
+
+
+def code_of(error: pytest.ExceptionInfo[grpc.RpcError]) -> grpc.StatusCode:
+    assert isinstance(error.value, grpc.Call)
+    code: grpc.StatusCode = error.value.code()
+    return code
+
+
+def header(**changes: int) -> OffloadHeader:
+    return OffloadHeader(**{"sequence": 1, "weight_id": 0, "rows": 2, "d_in": 4, "d_out": 6} | changes)
+
+
+def operand_of(rows: int = 2, d_in: int = 4) -> NDArray[np.float16]:
+    return np.arange(rows * d_in).reshape(rows, d_in).astype(np.float16)
+
+
+def compute(
+    service: Service, session_id: bytes, *requests: tuple[bytes, bytes]
+) -> Iterator[worker_pb2.ComputeReply]:
+    messages = [worker_pb2.ComputeRequest(session_id=session_id)]
+    messages += [worker_pb2.ComputeRequest(header=head, operand=operand) for head, operand in requests]
+    replies: Iterator[worker_pb2.ComputeReply] = service.stub.Compute(iter(messages), timeout=HANG_GUARD_S)
+    return replies
+
+
+# --- control calls -----------------------------------------------------------------------------------------
+
+
+def test_info(service: Service) -> None:
+    info = service.stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=HANG_GUARD_S)
+    assert (info.engine, info.adapter, info.backend, info.hardware_gpu) == ("cpu", "NumPy", "test", False)
+    assert info.limits == {"threads": 1}
+    assert info.max_message_bytes == MAX_MESSAGE_BYTES
+    assert info.boot_id == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert info.version
+
+
+@pytest.mark.parametrize("name", ["", "gelo.v1.Worker"])
+def test_health(service: Service, name: str) -> None:
+    stub = health_pb2_grpc.HealthStub(service.channel)
+    reply = stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=HANG_GUARD_S)
+    assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_health_of_an_unknown_service(service: Service) -> None:
+    stub = health_pb2_grpc.HealthStub(service.channel)
+    with pytest.raises(grpc.RpcError) as error:
+        stub.Check(health_pb2.HealthCheckRequest(service="other"), timeout=HANG_GUARD_S)
+    assert code_of(error) == grpc.StatusCode.NOT_FOUND
+
+
+def test_a_port_in_use_is_an_os_error(service: Service) -> None:
+    engine = NumpyEngine()
+    with pytest.raises(OSError, match="cannot listen"):
+        start(engine, WorkerSettings(address=f"127.0.0.1:{service.running.port}"))
+    assert engine.closed
+
+
+def test_missing_weights(service: Service) -> None:
+    other = make_weight(3, 3, seed=1)
+    request = worker_pb2.MissingWeightsRequest(weights=[WEIGHT.reference, other.reference])
+    assert list(service.stub.MissingWeights(request).sha256) == [WEIGHT.digest, other.digest]
+    service.upload(other)
+    assert list(service.stub.MissingWeights(request).sha256) == [WEIGHT.digest]
+    service.upload(WEIGHT)
+    assert not service.stub.MissingWeights(request).sha256
+
+
+def test_the_same_bytes_in_another_shape_are_missing(service: Service) -> None:
+    wide, tall = Weight(np.ones((2, 6), np.float16)), Weight(np.ones((6, 2), np.float16))
+    service.upload(wide)
+    request = worker_pb2.MissingWeightsRequest(weights=[wide.reference, tall.reference])
+    assert list(service.stub.MissingWeights(request).sha256) == [tall.digest]
+    with pytest.raises(grpc.RpcError):
+        service.open(tall)
+    service.upload(tall)
+    service.open(wide, tall)
+
+
+@pytest.mark.parametrize("call", ["MissingWeights", "OpenSession"])
+def test_malformed_weight_lists(service: Service, call: str) -> None:
+    kind = {"MissingWeights": worker_pb2.MissingWeightsRequest, "OpenSession": worker_pb2.OpenSessionRequest}
+    short = worker_pb2.WeightRef(sha256=bytes(31), d_in=1, d_out=1)
+    for weights in ([short], [WEIGHT.reference] * (MAX_WEIGHTS + 1)):
+        with pytest.raises(grpc.RpcError) as error:
+            getattr(service.stub, call)(kind[call](weights=weights), timeout=HANG_GUARD_S)
+        assert code_of(error) == grpc.StatusCode.INVALID_ARGUMENT
+
+
+# --- uploads -----------------------------------------------------------------------------------------------
+
+Part = worker_pb2.UploadWeightRequest
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [],
+        [Part()],
+        [Part(chunk=WEIGHT.data)],
+        [Part(weight=WEIGHT.reference)],
+        [Part(weight=WEIGHT.reference), Part(chunk=WEIGHT.data[:-1])],
+        [Part(weight=WEIGHT.reference), Part(chunk=WEIGHT.data + b"\0")],
+        [Part(weight=WEIGHT.reference), Part(chunk=WEIGHT.data[::-1])],
+        [Part(weight=WEIGHT.reference), Part(chunk=bytes(1 << 20)), Part(chunk=bytes(1 << 20))],
+        [Part(weight=worker_pb2.WeightRef(sha256=WEIGHT.digest)), Part(chunk=b"")],
+        [Part(weight=worker_pb2.WeightRef(sha256=b"x", d_in=4, d_out=6)), Part(chunk=WEIGHT.data)],
+        [Part(weight=worker_pb2.WeightRef(sha256=WEIGHT.digest, d_in=2**32 - 1, d_out=2**32 - 1))],
+        [Part(weight=WEIGHT.reference), Part(weight=WEIGHT.reference)],
+    ],
+    ids=[
+        "nothing", "empty", "no-reference", "no-bytes", "short", "long", "other-bytes", "far-too-long",
+        "no-shape", "no-hash", "huge-shape", "reference-twice",
+    ],
+)  # fmt: skip
+def test_hostile_uploads(service: Service, parts: list[worker_pb2.UploadWeightRequest]) -> None:
+    with pytest.raises(grpc.RpcError) as error:
+        service.stub.UploadWeight(iter(parts), timeout=HANG_GUARD_S)
+    assert code_of(error) == grpc.StatusCode.INVALID_ARGUMENT
+    assert not service.engine.resident
+    service.upload(WEIGHT)
+    assert len(service.engine.resident) == 1
+
+
+def test_an_upload_that_breaks_off_leaves_nothing(service: Service) -> None:
+    def parts() -> Iterator[worker_pb2.UploadWeightRequest]:
+        yield Part(weight=WEIGHT.reference)
+        yield Part(chunk=WEIGHT.data[:10])
+        call.cancel()
+
+    call = service.stub.UploadWeight.future(parts(), timeout=HANG_GUARD_S)
+    with pytest.raises((grpc.RpcError, grpc.FutureCancelledError)):
+        call.result()
+    assert not service.engine.resident
+
+
+def test_uploads_beyond_the_memory(start_service: StartService) -> None:
+    service = start_service(weight_memory=100)
+    with pytest.raises(grpc.RpcError) as error:
+        service.upload(make_weight(10, 10))
+    assert code_of(error) == grpc.StatusCode.INVALID_ARGUMENT
+    service.upload(WEIGHT)
+    service.open(WEIGHT)
+    with pytest.raises(grpc.RpcError, match="no room"):
+        service.upload(make_weight(10, 4, seed=2))
+
+
+def test_an_engine_without_memory(service: Service) -> None:
+    service.engine.failing = True
+    with pytest.raises(grpc.RpcError) as error:
+        service.upload(WEIGHT)
+    assert code_of(error) == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+# --- sessions and offloads over gRPC -----------------------------------------------------------------------
+
+
+def test_open_session_with_an_unknown_weight(service: Service) -> None:
+    service.upload(WEIGHT)
+    with pytest.raises(grpc.RpcError) as error:
+        service.open(WEIGHT, make_weight(9, 9))
+    assert code_of(error) == grpc.StatusCode.FAILED_PRECONDITION
+
+
+def test_session_limit(start_service: StartService) -> None:
+    service = start_service(max_sessions=2)
+    first = service.open()
+    service.open()
+    with pytest.raises(grpc.RpcError) as error:
+        service.open()
+    assert code_of(error) == grpc.StatusCode.RESOURCE_EXHAUSTED
+    service.stub.CloseSession(worker_pb2.CloseSessionRequest(session_id=first.session_id))
+    service.open()
+
+
+def test_a_doorbell_is_offered_only_on_request(service: Service, start_service: StartService) -> None:
+    assert Path(service.open(doorbell=True).doorbell_path).is_socket()
+    assert service.open(doorbell=False).doorbell_path == ""
+    assert start_service(doorbell=False).open(doorbell=True).doorbell_path == ""
+
+
+def test_compute(service: Service) -> None:
+    other = make_weight(2, 9, seed=4)
+    service.upload(WEIGHT, other)
+    session = service.open(WEIGHT, other).session_id
+    wide = operand_of(3, 9)
+    first, second = compute(
+        service,
+        session,
+        (header(sequence=5).pack(), operand_of().tobytes()),
+        (header(sequence=9, weight_id=1, rows=3, d_in=9, d_out=2).pack(), wide.tobytes()),
+    )
+    answer = OffloadHeader.unpack(first.header)
+    assert answer == replace(header(sequence=5), compute_ns=answer.compute_ns)
+    expected = operand_of().astype(np.float32) @ WEIGHT.values.astype(np.float32).T
+    assert first.result == expected.tobytes()
+    assert OffloadHeader.unpack(second.header).sequence == 9
+    assert second.result == (wide.astype(np.float32) @ other.values.astype(np.float32).T).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "size"),
+    [
+        ({"weight_id": 1}, 16),
+        ({"weight_id": 2**32 - 1}, 16),
+        ({"d_in": 6, "d_out": 4}, 24),
+        ({"d_out": 7}, 16),
+        ({"rows": 3}, 16),
+        ({}, 0),
+        ({}, 15),
+        ({}, 17),
+        ({"rows": 1 << 20}, 16),
+    ],
+)
+def test_bad_offloads_are_answered_and_the_stream_goes_on(
+    service: Service, changes: dict[str, int], size: int
+) -> None:
+    service.upload(WEIGHT)
+    bad, good = compute(
+        service,
+        service.open(WEIGHT).session_id,
+        (header(**changes).pack(), bytes(size)),
+        (header(sequence=2).pack(), operand_of().tobytes()),
+    )
+    answer = OffloadHeader.unpack(bad.header)
+    assert answer == replace(header(**changes), status=Status.BAD_REQUEST)
+    assert bad.result == b""
+    assert OffloadHeader.unpack(good.header).status == Status.OK
+
+
+def test_results_beyond_the_message_limit_are_refused(service: Service) -> None:
+    tall = make_weight(4096, 1)
+    service.upload(tall)
+    rows = MAX_MESSAGE_BYTES // (4096 * 4) + 1
+    head = header(rows=rows, d_in=1, d_out=4096).pack()
+    (reply,) = compute(service, service.open(tall).session_id, (head, bytes(rows * 2)))
+    assert OffloadHeader.unpack(reply.header).status == Status.BAD_REQUEST
+
+
+@pytest.mark.parametrize("head", [b"", bytes(64), b"x" * 63, header().pack() + b"\0"])
+def test_a_bad_header_ends_the_stream_and_the_session(service: Service, head: bytes) -> None:
+    service.upload(WEIGHT)
+    session = service.open(WEIGHT).session_id
+    with pytest.raises(grpc.RpcError) as error:
+        list(compute(service, session, (head, operand_of().tobytes())))
+    assert code_of(error) == grpc.StatusCode.INVALID_ARGUMENT
+    with pytest.raises(grpc.RpcError) as error:
+        list(compute(service, session))
+    assert code_of(error) == grpc.StatusCode.NOT_FOUND
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.one_of(st.binary(max_size=80), st.binary(min_size=56, max_size=56)), st.binary(max_size=40))
+def test_arbitrary_offloads_never_break_the_service(service: Service, head: bytes, operand: bytes) -> None:
+    if len(head) == 56:
+        head = b"GELO\1\0\0\0" + head
+    service.upload(WEIGHT)
+    session = service.open(WEIGHT).session_id
+    outcome = grpc.StatusCode.OK
+    try:
+        for reply in compute(service, session, (head, operand)):
+            OffloadHeader.unpack(reply.header)
+    except grpc.RpcError as error:
+        outcome = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
+    assert outcome in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT)
+    service.stub.CloseSession(worker_pb2.CloseSessionRequest(session_id=session))
+
+
+def test_one_stream_per_session(service: Service) -> None:
+    service.upload(WEIGHT)
+    session = service.open(WEIGHT).session_id
+    replies = compute(service, session, (header().pack(), operand_of().tobytes()))
+    next(replies)
+    with pytest.raises(grpc.RpcError) as error:
+        list(compute(service, session))
+    assert code_of(error) == grpc.StatusCode.NOT_FOUND
+
+
+@pytest.mark.parametrize("session", [b"", bytes(16), b"x" * 1000])
+def test_unknown_sessions(service: Service, session: bytes) -> None:
+    with pytest.raises(grpc.RpcError) as error:
+        list(compute(service, session))
+    assert code_of(error) == grpc.StatusCode.NOT_FOUND
+
+
+def test_a_stream_without_a_message_is_refused(service: Service) -> None:
+    with pytest.raises(grpc.RpcError) as error:
+        list(service.stub.Compute(iter(()), timeout=HANG_GUARD_S))
+    assert code_of(error) == grpc.StatusCode.NOT_FOUND
+
+
+def test_the_end_of_the_stream_ends_the_session(start_service: StartService) -> None:
+    service = start_service(weight_memory=48)
+    service.upload(WEIGHT)
+    list(compute(service, service.open(WEIGHT).session_id))
+    # Possible only because nothing is bound any more.
+    service.upload(make_weight(6, 4, seed=7))
+
+
+def test_an_engine_failure_is_a_status(service: Service) -> None:
+    service.upload(WEIGHT)
+    session = service.open(WEIGHT).session_id
+    service.engine.failing = True
+    (reply,) = compute(service, session, (header().pack(), operand_of().tobytes()))
+    assert OffloadHeader.unpack(reply.header).status == Status.ENGINE_FAILED
+    assert reply.result == b""
+
+
+# --- the doorbell ------------------------------------------------------------------------------------------
+
+
+def attach(
+    path: str, message: bytes, descriptors: list[int], *, hang_up: bool = False
+) -> tuple[socket.socket, bytes]:
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    peer.settimeout(HANG_GUARD_S)
+    peer.connect(path)
+    socket.send_fds(peer, [message], descriptors)
+    return peer, b"" if hang_up else peer.recv(16)
+
+
+def attached(service: Service, session: worker_pb2.OpenSessionReply) -> tuple[Slab, Doorbell, socket.socket]:
+    slab, descriptor = Slab.create(SIZES)
+    message = AttachMessage(session_id=session.session_id, sizes=SIZES).pack()
+    peer, answer = attach(session.doorbell_path, message, [descriptor])
+    os.close(descriptor)
+    assert answer == b"ok"
+    peer.settimeout(None)
+    return slab, Doorbell(slab, peer, runner=True, spins=100), peer
+
+
+def test_offloads_through_a_slab(service: Service) -> None:
+    service.upload(WEIGHT)
+    slab, doorbell, peer = attached(service, service.open(WEIGHT, doorbell=True))
+    with peer:
+        for sequence in range(1, 50):
+            rows = 1 + sequence % 9
+            slab.operand(rows, 4)[...] = operand_of(rows)
+            doorbell.ring(sequence, header(sequence=sequence, rows=rows).pack())
+            answer = OffloadHeader.unpack(doorbell.wait(HANG_GUARD_S))
+            assert (answer.status, answer.sequence, answer.rows) == (Status.OK, sequence, rows)
+            expected = operand_of(rows).astype(np.float32) @ WEIGHT.values.T
+            np.testing.assert_array_equal(slab.result(rows, 6), expected)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"weight_id": 1}, {"d_in": 5}, {"rows": 513}, {"rows": 342}, {"rows": 1 << 20}],
+    ids=["weight", "shape", "operand-area", "result-area", "rows"],
+)
+def test_bad_slab_offloads_are_answered_and_the_session_goes_on(
+    service: Service, changes: dict[str, int]
+) -> None:
+    service.upload(WEIGHT)
+    _, doorbell, peer = attached(service, service.open(WEIGHT, doorbell=True))
+    with peer:
+        doorbell.ring(1, header(**changes).pack())
+        assert OffloadHeader.unpack(doorbell.wait(HANG_GUARD_S)).status == Status.BAD_REQUEST
+        doorbell.ring(2, header(sequence=2).pack())
+        assert OffloadHeader.unpack(doorbell.wait(HANG_GUARD_S)).status == Status.OK
+
+
+def test_offsets_in_a_header_move_nothing(service: Service) -> None:
+    """The worker computes offsets itself: those in the header cannot point outside the areas."""
+    service.upload(WEIGHT)
+    slab, doorbell, peer = attached(service, service.open(WEIGHT, doorbell=True))
+    with peer:
+        slab.operand(2, 4)[...] = operand_of()
+        doorbell.ring(1, header(operand_offset=2**64 - 1, result_offset=2**63).pack())
+        assert OffloadHeader.unpack(doorbell.wait(HANG_GUARD_S)).status == Status.OK
+        np.testing.assert_array_equal(slab.result(2, 6), operand_of().astype(np.float32) @ WEIGHT.values.T)
+
+
+def test_a_bad_slab_header_ends_the_session(start_service: StartService) -> None:
+    service = start_service(weight_memory=48)
+    service.upload(WEIGHT)
+    _, doorbell, peer = attached(service, service.open(WEIGHT, doorbell=True))
+    with peer:
+        doorbell.ring(1, b"?" * 64)
+        with pytest.raises(DoorbellClosedError):
+            doorbell.wait(HANG_GUARD_S)
+    service.upload(make_weight(6, 4, seed=7))
+
+
+def refused(service: Service, message: bytes, descriptors: list[int]) -> bool:
+    path = service.open(doorbell=True).doorbell_path
+    peer, answer = attach(path, message, descriptors)
+    peer.close()
+    return answer == b""
+
+
+def test_attach_is_refused(service: Service) -> None:
+    good = service.open(doorbell=True)
+    slab, descriptor = Slab.create(SIZES)
+    unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, SIZES.total)
+    message = AttachMessage(session_id=good.session_id, sizes=SIZES).pack()
+    larger = AttachMessage(session_id=good.session_id, sizes=SlabSizes(operand=4096, result=12289)).pack()
+    reader, writer = os.pipe()
+    assert refused(service, message[:-1], [descriptor])
+    assert refused(service, message + b"\0", [descriptor])
+    assert refused(service, message[:16] + bytes(16), [descriptor])
+    assert refused(service, message[:16] + b"\xff" * 16, [descriptor])
+    assert refused(service, message, [])
+    assert refused(service, message, [unsealed])
+    assert refused(service, message, [writer])
+    assert refused(service, larger, [descriptor])
+    assert refused(service, bytes(16) + message[16:], [descriptor])
+    # None of that spent the session; and once it is attached, it is taken.
+    peer, answer = attach(good.doorbell_path, message, [descriptor])
+    assert answer == b"ok"
+    assert refused(service, message, [descriptor])
+    with pytest.raises(grpc.RpcError):
+        list(compute(service, good.session_id))
+    peer.close()
+    for number in (descriptor, unsealed, reader, writer):
+        os.close(number)
+    assert slab.sizes == SIZES
+
+
+def test_a_client_that_hangs_up_while_attaching_harms_nobody(service: Service) -> None:
+    service.upload(WEIGHT)
+    session = service.open(WEIGHT, doorbell=True)
+    for message in (b"", b"x"):
+        attach(session.doorbell_path, message or b"\0", [], hang_up=True)[0].close()
+    _, doorbell, peer = attached(service, session)
+    with peer:
+        doorbell.ring(1, header().pack())
+        assert OffloadHeader.unpack(doorbell.wait(HANG_GUARD_S)).status == Status.OK
+
+
+def test_the_doorbell_directory_is_private_and_goes_away(start_service: StartService) -> None:
+    service = start_service()
+    path = Path(service.open(doorbell=True).doorbell_path)
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    service.running.stop()
+    assert not path.parent.exists()
+
+
+def test_stopping_ends_attached_sessions(start_service: StartService) -> None:
+    service = start_service()
+    service.upload(WEIGHT)
+    _, doorbell, peer = attached(service, service.open(WEIGHT, doorbell=True))
+    with peer:
+        doorbell.ring(1, header().pack())
+        doorbell.wait(HANG_GUARD_S)
+        service.running.stop()
+        assert service.engine.closed
+        with pytest.raises(DoorbellClosedError):
+            doorbell.wait(HANG_GUARD_S)
+
+
+def test_stopping_ends_a_session_that_never_pauses(start_service: StartService) -> None:
+    service = start_service()
+    service.upload(WEIGHT)
+    slab, doorbell, peer = attached(service, service.open(WEIGHT, doorbell=True))
+    ended: list[Exception] = []
+
+    def ring_without_end() -> None:
+        try:
+            for sequence in range(1, 1 << 30):
+                doorbell.ring(sequence, header(sequence=sequence).pack())
+                doorbell.wait(HANG_GUARD_S)
+        except DoorbellClosedError as error:
+            ended.append(error)
+
+    with peer:
+        runner = threading.Thread(target=ring_without_end)
+        runner.start()
+        threading.Event().wait(0.05)
+        service.running.stop()
+        runner.join(HANG_GUARD_S)
+    assert ended
+    assert slab.sizes == SIZES
+
+
+# --- as a process ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def process() -> Iterator[WorkerProcess]:
+    process = start_worker()
+    yield process
+    process.kill()
+
+
+def test_the_server_process(process: WorkerProcess) -> None:
+    with grpc.insecure_channel(process.address) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        info = stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=HANG_GUARD_S)
+        assert info.engine == "cpu"
+        assert info.backend == "numba"
+        assert info.limits["threads"] >= 1
+        parts = [Part(weight=WEIGHT.reference), Part(chunk=WEIGHT.data)]
+        stub.UploadWeight(iter(parts), timeout=HANG_GUARD_S)
+        session = stub.OpenSession(
+            worker_pb2.OpenSessionRequest(weights=[WEIGHT.reference], want_doorbell=True)
+        )
+        messages = [
+            worker_pb2.ComputeRequest(session_id=session.session_id),
+            worker_pb2.ComputeRequest(header=header().pack(), operand=operand_of().tobytes()),
+        ]
+        (reply,) = stub.Compute(iter(messages), timeout=HANG_GUARD_S)
+        expected = operand_of().astype(np.float32) @ WEIGHT.values.astype(np.float32).T
+        assert reply.result == expected.tobytes()
+        directory = Path(session.doorbell_path).parent
+        assert directory.is_dir()
+    process.stop()
+    assert process.process.returncode == 0
+    assert not directory.exists()
+    assert any("engine cpu" in line for line in process.log)
