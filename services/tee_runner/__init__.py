@@ -1,1 +1,7 @@
 """The trusted runner: prompt, activations, KV cache, logits and sampler never leave it in clear."""
+
+import os
+
+# numba's OpenMP threads would spin after each parallel kernel on cores that the worker, on the
+# same host, needs next. Read when libgomp is loaded, so it must be set before any kernel runs.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -491,3 +491,8 @@ def kernels() -> dict[int, Any]:
         planes: numba.cfunc(signature, nopython=True, cache=True)(function)
         for planes, function in ((2, _exact), (1, _hi_only))
     }
+
+
+def kernel_addresses() -> dict[int, int]:
+    """:func:`kernels` as addresses, good for the life of the process."""
+    return {planes: int(kernel.address) for planes, kernel in kernels().items()}

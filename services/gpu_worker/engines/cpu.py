@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 from dataclasses import dataclass
@@ -9,46 +10,98 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from gpu_worker.engines import amx
 from gpu_worker.engines.base import Engine, EngineError, EngineInfo, LoadedWeight
 from gpu_worker.engines.microkernel import LANES, padded_rows, widen_operand
 from gpu_worker.engines.team import Team
 
+_log = logging.getLogger(__name__)
+
+# Below this many rows the vector kernel is at least as fast as AMX.
+_AMX_ROWS = 2
+
 
 @dataclass(frozen=True, slots=True)
 class _Panels:
-    """``packed`` ``(panels, d_in, 16)`` float16, the last panel padded with zero columns."""
+    """``packed`` ``(panels, depth, 16)`` float16, padded with zeros: the last panel's columns,
+    and with AMX the depth to a multiple of 32.
+
+    ``planes`` is how many bf16 values make up one of its weights, 0 if it is not for AMX.
+    """
 
     packed: NDArray[np.float16]
+    planes: int
 
 
 class CpuEngine(Engine):
-    """f16 weights and operands, f32 accumulation, on a team of ``threads`` (default: all cores)."""
+    """f16 weights and operands, f32 accumulation, on a team of ``threads`` (default: all cores).
 
-    def __init__(self, threads: int | None = None) -> None:
+    ``use_amx`` None means: if this machine can. True on one that cannot is not an error, but a
+    line in the log; ``info.features`` says what is in use.
+    """
+
+    def __init__(self, threads: int | None = None, use_amx: bool | None = None) -> None:
         self._team = Team(threads or len(os.sched_getaffinity(0)))
         self._scratch = np.empty(0, dtype=np.float32)
         self._padded_out = np.empty(0, dtype=np.float32)
+        self._tiles = amx.aligned_zeros(0)
+        self._amx: dict[int, int] = {}
+        if use_amx is not False:
+            self._start_amx(loud=bool(use_amx))
+        vector = {"avx512f"} & amx.target_features()
         self.info = EngineInfo(
             name="cpu",
             adapter=_processor_name(),
             backend="numba",
             hardware_gpu=False,
+            features=(*vector, *(("amx-bf16",) if self._amx else ())),
             limits={"threads": self._team.size},
         )
+
+    def _start_amx(self, *, loud: bool) -> None:
+        """Use AMX from now on if this machine has it and it computes what it should."""
+        level = logging.WARNING if loud else logging.DEBUG
+        if reason := amx.unavailable():
+            _log.log(level, "no AMX: %s", reason)
+            return
+        try:
+            self._amx = amx.kernel_addresses()
+            correct = self._self_test()
+        except Exception:
+            _log.exception("AMX does not start")
+            correct = False
+        if not correct:
+            _log.warning("AMX does not compute what it should; using vector instructions")
+            self._amx = {}
+
+    def _self_test(self) -> bool:
+        """A small product of each kind, with results that are exact in f32."""
+        for scale in (1, 2047):
+            weight = (np.arange(80 * 40).reshape(80, 40) % 7 - 3).astype(np.float16) * np.float16(scale)
+            for rows in (3, 19):
+                operand = (np.arange(rows * 40).reshape(rows, 40) % 11 - 5).astype(np.float16)
+                out = np.empty((rows, 80), dtype=np.float32)
+                self.matmul(self.load(weight), operand, out)
+                if not np.array_equal(out, operand.astype(np.float32) @ weight.astype(np.float32).T):
+                    return False
+        return True
 
     def load(self, weight: NDArray[np.float16]) -> LoadedWeight:
         """See :meth:`Engine.load`. Packs into panels: the same size, rounded up to 16 columns."""
         d_out, d_in = weight.shape
         panels = -(-d_out // LANES)
+        depth = -(-d_in // amx.STEP) * amx.STEP if self._amx else d_in
         try:
-            packed = np.zeros((panels, d_in, LANES), dtype=np.float16)
+            words = amx.aligned_zeros(panels * depth * LANES)
         except MemoryError as error:
             raise EngineError(f"no memory for a weight of {weight.nbytes} bytes") from error
+        packed = words.view(np.float16).reshape(panels, depth, LANES)
         full = d_out // LANES
-        packed[:full] = weight[: full * LANES].reshape(full, LANES, d_in).transpose(0, 2, 1)
+        packed[:full, :d_in] = weight[: full * LANES].reshape(full, LANES, d_in).transpose(0, 2, 1)
         if full < panels:
-            packed[full, :, : d_out - full * LANES] = weight[full * LANES :].T
-        return LoadedWeight(d_in=d_in, d_out=d_out, state=_Panels(packed))
+            packed[full, :d_in, : d_out - full * LANES] = weight[full * LANES :].T
+        planes = amx.planes_needed(words) if self._amx else 0
+        return LoadedWeight(d_in=d_in, d_out=d_out, state=_Panels(packed, planes))
 
     def unload(self, weight: LoadedWeight) -> None:
         """See :meth:`Engine.unload`. The memory goes with the last reference."""
@@ -61,22 +114,52 @@ class CpuEngine(Engine):
         rows, d_in = operand.shape
         if d_in != weight.d_in or out.shape != (rows, weight.d_out):
             raise EngineError(f"shapes {operand.shape} and {out.shape} do not fit the weight")
+        if rows < _AMX_ROWS or not state.planes or not self._multiply_amx(state, operand, out):
+            self._multiply(state, operand, out)
+
+    def _multiply(self, state: _Panels, operand: NDArray[np.float16], out: NDArray[np.float32]) -> None:
+        """With vector instructions; the operand is widened to f32."""
+        rows, d_in = operand.shape
+        depth = state.packed.shape[1]
         padded = padded_rows(rows)
-        self._scratch = _grown(self._scratch, padded * d_in)
-        scratch = self._scratch[: padded * d_in].reshape(padded, d_in)
+        self._scratch = _grown(self._scratch, padded * depth)
+        scratch = self._scratch[: padded * depth].reshape(padded, depth)
         widen_operand(operand.view(np.uint16), scratch, rows, d_in)
-        panels = len(state.packed)
-        direct = padded == rows and panels * LANES == weight.d_out
-        width = panels * LANES
-        if not direct:
-            self._padded_out = _grown(self._padded_out, padded * width)
-        target = out if direct else self._padded_out[: padded * width].reshape(padded, width)
+        target = self._target(out, padded, len(state.packed))
         self._team.run(
-            scratch.ctypes.data, d_in * 4, state.packed.ctypes.data, d_in,
-            target.ctypes.data, width * 4, rows, panels,
+            scratch.ctypes.data, depth * 4, state.packed.ctypes.data, depth,
+            target.ctypes.data, target.shape[1] * 4, rows, len(state.packed),
         )  # fmt: skip
-        if not direct:
-            out[...] = target[:rows, : weight.d_out]
+        if target is not out:
+            out[...] = target[:rows, : out.shape[1]]
+
+    def _multiply_amx(self, state: _Panels, operand: NDArray[np.float16], out: NDArray[np.float32]) -> bool:
+        """With tiles; the operand is split into two bf16. False, and nothing done, if it is not finite."""
+        rows, d_in = operand.shape
+        depth = state.packed.shape[1]
+        shape = amx.tiles_shape(rows, depth)
+        size = shape[0] * shape[1] * shape[2] * shape[3] * shape[4]
+        if self._tiles.size < size:
+            self._tiles = amx.aligned_zeros(size)
+        tiles = self._tiles[:size].reshape(shape)
+        if not amx.split_operand(operand.view(np.uint16), tiles, d_in):
+            return False
+        target = self._target(out, rows, len(state.packed))
+        self._team.run(
+            tiles.ctypes.data, shape[3] * shape[4] * 2, state.packed.ctypes.data, depth,
+            target.ctypes.data, target.shape[1] * 4, rows, len(state.packed), self._amx[state.planes],
+        )  # fmt: skip
+        if target is not out:
+            out[...] = target[:, : out.shape[1]]
+        return True
+
+    def _target(self, out: NDArray[np.float32], padded: int, panels: int) -> NDArray[np.float32]:
+        """Where the kernels write: ``out`` itself if whole panels and ``padded`` rows fit it."""
+        width = panels * LANES
+        if out.shape == (padded, width):
+            return out
+        self._padded_out = _grown(self._padded_out, padded * width)
+        return self._padded_out[: padded * width].reshape(padded, width)
 
     def close(self) -> None:
         """Stop the team."""

@@ -186,10 +186,11 @@ def _tile_columns(
 
 @numba.njit(nogil=True, cache=True)
 def widen_operand(operand: Any, scratch: Any, rows: int, depth: int) -> None:
-    """f16 bits ``(m, depth)`` from possibly shared memory to f32 ``scratch``, zero rows below."""
+    """f16 bits ``(m, depth)`` from possibly shared memory to f32 ``scratch``, zeros right and below."""
     for r in range(rows):
         for k in range(depth):
             scratch[r, k] = half_to_float(operand[r, k])  # type: ignore[call-arg]
+        scratch[r, depth:] = 0.0
     for r in range(rows, scratch.shape[0]):
         scratch[r, :] = 0.0
 
@@ -199,8 +200,20 @@ JOB_WORDS = 16
 OPERAND, WEIGHT, DEPTH, OUT, ROWS, PANELS, CHUNK, OPERAND_STRIDE, OUT_STRIDE = range(9)
 # Word 9 is the ticket (epoch << 32 | next chunk), 10 the chunk count (epoch << 32 | chunks),
 # 11 the chunks done in this epoch, 12 counts sleeping helpers, 13 asks helpers to leave.
-TICKET, CHUNKS, DONE, SLEEPING, STOP = range(9, 14)
+# 14 is the address of the function ``(job address, first panel, panels)`` for a chunk, 0 for
+# the kernel in this module. It is an address so that only machines that have it compile it.
+TICKET, CHUNKS, DONE, SLEEPING, STOP, KERNEL = range(9, 15)
 _MASK = 0xFFFFFFFF
+
+
+@intrinsic
+def _call_kernel(typing_context: Any, kernel: Any, base: Any, first: Any, count: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        function = ir.FunctionType(ir.VoidType(), [_I64] * 3).as_pointer()
+        builder.call(builder.inttoptr(arguments[0], function), arguments[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
 
 
 @numba.njit(nogil=True, cache=True)
@@ -221,6 +234,9 @@ def work(job: Any, base: int) -> None:
         first = index * job[CHUNK]
         count = min(job[CHUNK], job[PANELS] - first)
         done = 0
+        if job[KERNEL]:
+            _call_kernel(job[KERNEL], base, first, count)
+            done = job[ROWS]
         while done < job[ROWS]:
             tile = row_tile(job[ROWS] - done)
             _tile_columns(

@@ -25,6 +25,7 @@ from gpu_worker.engines.microkernel import (
     DEPTH,
     DONE,
     JOB_WORDS,
+    KERNEL,
     LANES,
     OPERAND,
     OPERAND_STRIDE,
@@ -50,7 +51,7 @@ _FLOPS, _BYTES_PER_SECOND = 1.5e11, 1.5e10
 @numba.njit(nogil=True, cache=True)
 def _lead(
     job: Any, base: int, epoch: int, operand: int, operand_stride: int, weight: int, depth: int,
-    out: int, out_stride: int, rows: int, panels: int, chunk: int,
+    out: int, out_stride: int, rows: int, panels: int, chunk: int, kernel: int,
 ) -> int:  # fmt: skip
     """Publish a job; returns how many helpers sleep."""
     chunks = -(-panels // chunk)
@@ -63,6 +64,7 @@ def _lead(
     job[ROWS] = rows
     job[PANELS] = panels
     job[CHUNK] = chunk
+    job[KERNEL] = kernel
     atomic_store(base + 8 * DONE, 0)  # type: ignore[call-arg]
     atomic_store(base + 8 * CHUNKS, (epoch << 32) | chunks)  # type: ignore[call-arg]
     atomic_store(base + 8 * TICKET, epoch << 32)  # type: ignore[call-arg]
@@ -124,15 +126,20 @@ class Team:
 
     def run(
         self, operand: int, operand_stride: int, weight: int, depth: int, out: int, out_stride: int,
-        rows: int, panels: int,
+        rows: int, panels: int, kernel: int = 0,
     ) -> None:  # fmt: skip
-        """One product; addresses and strides in bytes, ``rows`` and ``panels`` as packed."""
+        """One product; addresses and strides in bytes, ``rows`` and ``panels`` as packed.
+
+        ``kernel`` is the address of a compiled function for a chunk, 0 the vector kernel.
+        """
         self._epoch = (self._epoch + 1) & 0x3FFFFFFF
         chunk = max(1, min(64, panels // (4 * self.size)))
         chunk = -(-chunk // 8) * 8 if panels >= 32 * self.size else chunk
+        if kernel:
+            chunk = -(-chunk // 4) * 4
         sleeping = _lead(
             self._job, self._base, self._epoch, operand, operand_stride, weight, depth, out,
-            out_stride, rows, panels, chunk,
+            out_stride, rows, panels, chunk, kernel,
         )  # fmt: skip
         if sleeping:
             self._wake.release(sleeping)

@@ -26,7 +26,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from ..protection.doubles import ExactTransport, Float32, protect
+from tests.tee_runner.protection.doubles import ExactTransport, Float32, protect
 
 VOCAB, MAX_LEN = 300, 192
 # Factors on transformers' initial weights (deviation 0.02, 64 inputs). With the strong one a
@@ -143,7 +143,8 @@ def make(name: str, gain: float, directory: Path) -> SmallModel:
         weights=weights,
         exact=[weight.astype(np.float64) for weight in weights],
         linears=tuple(
-            Linear(weight_id=i, name=spec.name, d_in=spec.d_in, d_out=spec.d_out) for i, spec in enumerate(specs)
+            Linear(weight_id=i, name=spec.name, d_in=spec.d_in, d_out=spec.d_out)
+            for i, spec in enumerate(specs)
         ),
     )
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tee_runner.decoder.attention import KEY_BLOCK, attention, attention_parallel, query_block
 
-from ..protection.doubles import SINGLE_ROUNDING, Float32, Float64
+from tests.tee_runner.protection.doubles import SINGLE_ROUNDING, Float32, Float64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +150,13 @@ def test_flat_and_peaked_weights(spread: float) -> None:
     seed=st.integers(0, 2**32 - 1),
 )
 def test_any_ragged_batch(
-    depth: int, kv_heads: int, group: int, window: int, sequences: list[tuple[int, int]], bfloat16: bool, seed: int
+    depth: int,
+    kv_heads: int,
+    group: int,
+    window: int,
+    sequences: list[tuple[int, int]],
+    bfloat16: bool,
+    seed: int,
 ) -> None:
     run(
         Case(

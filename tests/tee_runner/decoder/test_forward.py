@@ -14,7 +14,8 @@ from tee_runner.protection.gelo.haar import Haar
 from tee_runner.protection.gelo.hd3 import Hd3
 from tee_runner.protection.plain import Plain
 
-from ..protection.doubles import Float32
+from tests.tee_runner.protection.doubles import Float32
+
 from .small_models import FAMILIES, MAX_LEN, VOCAB, SmallModel, batch_of, distance, tokens_of
 
 Models = Callable[..., SmallModel]
@@ -150,9 +151,7 @@ def test_sequences_do_not_see_each_other(model: SmallModel, steps: tuple[Steps, 
 
 @pytest.mark.parametrize("kind", [Haar, Hd3])
 @pytest.mark.parametrize("name", ["qwen3", "mistral"])
-def test_masks_do_not_change_the_answer(
-    kind: type[Haar] | type[Hd3], name: str, small_model: Models
-) -> None:
+def test_masks_do_not_change_the_answer(kind: type[Haar] | type[Hd3], name: str, small_model: Models) -> None:
     model = small_model(name, mild=True)
     opened = model.protection(kind).forward_session
     decoder, cache = model.decoder(), model.cache()

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from ..protection.doubles import SINGLE_ROUNDING, Float32, Float64
+from tests.tee_runner.protection.doubles import SINGLE_ROUNDING, Float32, Float64
 
 EPSILON = np.float32(1e-5)
 THETA = 10_000.0
@@ -226,9 +226,7 @@ def test_qkv_to_cache(depth: int, heads: int, kv_heads: int, normed: bool) -> No
 def test_rotation_is_that_of_transformers() -> None:
     depth, heads = 64, 4
     qkv = normals(len(SLOTS), 3 * heads * depth)
-    queries, keys, _ = qkv_to_cache(
-        qkv, heads, heads, depth, SLOTS, POSITIONS, (None, None), 1.0, np.float32
-    )
+    queries, keys, _ = qkv_to_cache(qkv, heads, heads, depth, SLOTS, POSITIONS, (None, None), 1.0, np.float32)
     _, cosines, sines = hf_rotary({"rope_type": "default", "rope_theta": THETA}, depth, 64)
     cos, sin = (torch.from_numpy(np.tile(table[POSITIONS], 2)) for table in (cosines, sines))
     split = torch.from_numpy(qkv).reshape(len(SLOTS), 3, heads, depth)
@@ -263,12 +261,12 @@ def test_bfloat16_rounds_to_nearest_even(bits: list[int]) -> None:
     raw = np.array(bits, np.uint32)
     raw[(raw & 0x7F800000) == 0x7F800000] = 0x7F800000  # infinity for what is not finite
     # The value as it is, on the tie, and just beside it.
-    cases = np.concatenate([raw, raw & 0xFFFF0000 | 0x8000, raw & 0xFFFF0000 | 0x7FFF, raw & 0xFFFF0000 | 0x8001])
+    cases = np.concatenate(
+        [raw, raw & 0xFFFF0000 | 0x8000, raw & 0xFFFF0000 | 0x7FFF, raw & 0xFFFF0000 | 0x8001]
+    )
     cases = cases[(cases & 0x7F800000 != 0x7F800000) | (cases & 0x7FFFFF == 0)].astype(np.uint32)
     for start in range(0, len(cases) - 15, 16):
         value = cases[start : start + 16].view(np.float32)
         qkv = np.concatenate([np.zeros(32, np.float32), value])[None]
-        _, _, values = qkv_to_cache(
-            qkv, 1, 1, 16, np.array([1]), np.array([3]), (None, None), 1.0, np.uint16
-        )
+        _, _, values = qkv_to_cache(qkv, 1, 1, 16, np.array([1]), np.array([3]), (None, None), 1.0, np.uint16)
         np.testing.assert_array_equal(values[1, 3], rounded(value))

@@ -34,7 +34,9 @@ def draw(params: SamplingParams, logits: np.ndarray, count: int = DRAWS) -> np.n
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (4, 1.0), (0, 0.8), (0, 0.3), (6, 0.7), (50, 0.95), (3, 0.999)])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(0, 1.0), (4, 1.0), (0, 0.8), (0, 0.3), (6, 0.7), (50, 0.95), (3, 0.999)]
+)
 def test_draws_follow_the_reference(temperature: float, top_k: int, top_p: float) -> None:
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=42)
     counts = draw(params, LOGITS)
@@ -67,7 +69,11 @@ def test_successive_draws_are_independent() -> None:
 
 @pytest.mark.parametrize(
     "params",
-    [SamplingParams(), SamplingParams(temperature=0.0, top_p=0.1, top_k=5), SamplingParams(temperature=2.0, top_k=1)],
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.0, top_p=0.1, top_k=5),
+        SamplingParams(temperature=2.0, top_k=1),
+    ],
 )
 def test_greedy(params: SamplingParams) -> None:
     logits = np.random.default_rng(2).standard_normal(1000).astype(np.float32)
@@ -84,7 +90,10 @@ def test_tiny_temperatures_are_greedy(temperature: float) -> None:
 
 
 def test_tiny_top_p_is_greedy() -> None:
-    assert draw(SamplingParams(temperature=50.0, top_p=1e-12, seed=1), np.arange(9, dtype=np.float32), 50)[8] == 50
+    assert (
+        draw(SamplingParams(temperature=50.0, top_p=1e-12, seed=1), np.arange(9, dtype=np.float32), 50)[8]
+        == 50
+    )
 
 
 def test_equal_logits_are_drawn_equally_within_top_k() -> None:
@@ -97,7 +106,10 @@ def test_equal_logits_are_drawn_equally_within_top_k() -> None:
 def test_extreme_logits_give_a_token() -> None:
     for logits in ([3e38, -3e38, 0.0], [-3e38] * 3, [-np.inf, 0.0, -np.inf], [0.0]):
         array = np.array(logits, np.float32)
-        for params in (SamplingParams(temperature=1.0, seed=1), SamplingParams(temperature=0.01, top_p=0.5, seed=1)):
+        for params in (
+            SamplingParams(temperature=1.0, seed=1),
+            SamplingParams(temperature=0.01, top_p=0.5, seed=1),
+        ):
             token = Sampler(params).sample(array)
             assert reference(array, temperature=1.0)[token] > 0
 

@@ -408,7 +408,7 @@ def test_end_of_sequence(make: Start) -> None:
 
 
 def test_stop_string_ends_the_request_and_frees_the_slot(make: Start) -> None:
-    scheduler, runtime = make(slots=1)
+    scheduler, _ = make(slots=1)
     text = "".join(Letters().push(token) for token in answer([7], 30))
     stop = text[10:13]
     client, other = Client(), Client()

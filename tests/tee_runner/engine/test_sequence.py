@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -79,7 +81,7 @@ def test_output_is_the_text_up_to_the_first_stop(
 @given(text=st.text("abc", min_size=1, max_size=30), cuts=st.sets(st.integers(1, 29)), stops=STOPS)
 def test_chunking_does_not_matter(text: str, cuts: set[int], stops: tuple[str, ...]) -> None:
     edges = [0, *sorted(c for c in cuts if c < len(text)), len(text)]
-    chunks = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    chunks = [text[a:b] for a, b in pairwise(edges)]
     assert play(chunks, stops)[0] == play([text], stops)[0] == play(list(text), stops)[0]
 
 

@@ -52,6 +52,7 @@ class ExactTransport(Transport):
         assert weight.shape == (d_out, d_in)
         if self._keep:
             self.operands.append(self._operand.copy())
+        self.meanwhile()
         self.stats.offloads += 1
         result = (self._operand.astype(np.float64) @ weight.T).astype(np.float32)
         if self.tamper is not None:
@@ -91,7 +92,7 @@ def run(
 def matrix_of(mask: Mask) -> Float64:
     """The full A ``(s, s)`` of a mask, in float64 from its secret parameters."""
     if isinstance(mask, HaarMask):
-        return mask._mask.astype(np.float64)
+        return mask._mask[: mask.s].astype(np.float64)
     assert isinstance(mask, Hd3Mask)
     H = hadamard(mask.s, dtype=np.float64) / np.sqrt(mask.s)
     A = np.eye(mask.s)
@@ -117,12 +118,8 @@ def box_muller(first: NDArray[np.uint32], second: NDArray[np.uint32]) -> tuple[F
     return radius * np.cos(angle), radius * np.sin(angle)
 
 
-def shield_of(words: NDArray[np.uint32], n: int, s: int, d: int) -> Float64:
-    """Standard normal shield rows ``(s - n, d)``: tile by tile, cosines first, then sines."""
+def shield_of(normals: Float32, n: int, s: int, d: int) -> Float64:
+    """Shield rows ``(s - n, d)`` of deviation 1, as they are laid out: tile by tile."""
     width, k = tile_width(s), s - n
-    tiles = []
-    for first in range(0, d, width):
-        own = words[first * k : first * k + k * width]
-        half = own.size // 2
-        tiles.append(np.concatenate(box_muller(own[:half], own[half:])).reshape(k, width))
-    return np.concatenate(tiles, axis=1)[:, :d]
+    tiles = [normals[i * k : (i + width) * k].reshape(k, width) for i in range(0, d, width)]
+    return np.concatenate(tiles, axis=1)[:, :d].astype(np.float64)

@@ -12,7 +12,7 @@ from tee_runner.protection.gaussian import standard_normals
 from tee_runner.protection.gelo.base import SHIELD_ROWS, GeloProtection, Mask, operand_scale
 from tee_runner.protection.gelo.haar import Haar, haar_matrix
 from tee_runner.protection.gelo.hd3 import Hd3, Hd3Mask
-from tee_runner.protection.gelo.kernels import fill_block, row_scales, tile_width, word_count
+from tee_runner.protection.gelo.kernels import row_scales, shield_size, tile_width
 
 from .doubles import (
     GELO_SCHEMES,
@@ -102,9 +102,14 @@ def test_hd3_is_orthogonal_up_to_8192(n: int) -> None:
 def test_unit_rows_without_shield_show_the_mask(scheme: type[GeloProtection], n: int) -> None:
     mask = new_mask(scheme, n)
     operand = np.full((mask.s, n), 0x7E00, np.uint16)
-    words = np.zeros(word_count(n, mask.s, n), np.uint32)
+    normals = np.ones(shield_size(n, mask.s, n), np.float32)
     mask.apply(
-        np.eye(n, dtype=np.float32), np.ones(n, np.float32), words, np.float32(0.0), np.float32(1024.0), operand
+        np.eye(n, dtype=np.float32),
+        np.ones(n, np.float32),
+        normals,
+        np.float32(0.0),
+        np.float32(1024.0),
+        operand,
     )
     A = matrix_of(mask)[:, :n]
     # 1024·A is rounded to float16 once; before that it is within a few float32 roundings.
@@ -115,9 +120,7 @@ def test_unit_rows_without_shield_show_the_mask(scheme: type[GeloProtection], n:
 @pytest.mark.parametrize("scheme", GELO_SCHEMES)
 @pytest.mark.parametrize("n", [1, 3, 8, 24, 25, 120, 280])
 @pytest.mark.parametrize("d", [1, 15, 64, 65, 200, 576])
-def test_operand_is_the_rounded_mix_of_rows_and_shield(
-    scheme: type[GeloProtection], n: int, d: int
-) -> None:
+def test_operand_is_the_rounded_mix_of_rows_and_shield(scheme: type[GeloProtection], n: int, d: int) -> None:
     check_operand(scheme, n, d)
 
 
@@ -138,35 +141,27 @@ def check_operand(scheme: type[GeloProtection], n: int, d: int) -> None:
     np.testing.assert_allclose(mean, expected_mean, rtol=1e-6)
     sigma = np.float32(4.0 * mean / np.sqrt(d))
     scale = np.float32(operand_scale(n, k, float(sigma)))
-    words = generator.integers(0, 2**32, word_count(n, mask.s, d), dtype=np.uint32)
+    # What lies behind the normals is poison: a kernel that reads on shows.
+    size = shield_size(n, mask.s, d)
+    normals = np.full(size + 65536, np.nan, np.float32)
+    normals[:size] = generator.standard_normal(size)
     operand = np.full((mask.s, d), 0x7E00, np.uint16)
-    mask.apply(rows, scales, words, sigma, scale, operand)
+    mask.apply(rows, scales, normals[:size], sigma, scale, operand)
 
-    block = np.concatenate([rows * expected_scales[:, None], float(sigma) * shield_of(words, n, mask.s, d)])
+    block = np.concatenate(
+        [rows * expected_scales[:, None], float(sigma) * shield_of(normals[:size], n, mask.s, d)]
+    )
     A = hd3_reference(mask, block) if isinstance(mask, Hd3Mask) and mask.s >= 64 else matrix_of(mask) @ block
     expected = float(scale) * A
     norms = float(scale) * np.linalg.norm(block, axis=0)
     # Before the rounding to float16: a float32 dot product of s terms, or 3·log₂s stages of
-    # additions, each one rounding of the column norm at worst; 16 for the normals.
+    # additions, each one rounding of the column norm at worst; 4 for the scaling.
     steps = mask.s if scheme is Haar else 3 * np.log2(mask.s)
-    single = (steps + 16) * SINGLE_ROUNDING * norms
+    single = (steps + 4) * SINGLE_ROUNDING * norms
     found = operand.view(np.float16).astype(np.float64)
-    assert (np.abs(found - expected) <= HALF_ROUNDING * (np.abs(expected) + single) + HALF_FLOOR + single).all()
-
-
-@pytest.mark.parametrize("s", [40, 1040, 2056])
-def test_shield_uses_only_the_words_it_was_given(s: int) -> None:
-    n, d = s - SHIELD_ROWS, 3 * 64 + 2
-    count = word_count(n, s, d)
-    blocks = []
-    for beyond in (0, 0xFFFFFFFF):
-        words = np.full(count + 4096, beyond, np.uint32)
-        words[:count] = np.random.default_rng(s).integers(0, 2**32, count, dtype=np.uint32)
-        block = np.empty((s, d), np.float32)
-        fill_block(np.zeros((n, d), np.float32), np.ones(n, np.float32), words[:count], ONE, block)
-        blocks.append(block)
-    np.testing.assert_array_equal(blocks[0], blocks[1])
-    np.testing.assert_allclose(blocks[0][n:], shield_of(words, n, s, d), atol=8e-6)
+    assert (
+        np.abs(found - expected) <= HALF_ROUNDING * (np.abs(expected) + single) + HALF_FLOOR + single
+    ).all()
 
 
 @pytest.mark.parametrize("s", [9, 512, 1024, 1040, 2048, 4096, 8192, 16384])
@@ -175,7 +170,7 @@ def test_tiles_are_whole_vectors(s: int) -> None:
     assert width % 16 == 0
     assert 16 <= width <= 64
     for d in (1, width, width + 1, 576):
-        assert word_count(s - 8, s, d) == 8 * width * -(-d // width)
+        assert shield_size(s - 8, s, d) == 8 * width * -(-d // width)
 
 
 @pytest.mark.parametrize("scheme", GELO_SCHEMES)

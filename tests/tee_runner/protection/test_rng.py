@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
-from tee_runner.protection.gaussian import standard_normals
+from tee_runner.protection.gaussian import _pairs, fill_normals, standard_normals
 from tee_runner.protection.rng import KEY_BYTES, SecretKey, SecretStream
 
 from .doubles import key_of
@@ -146,21 +146,37 @@ def test_normals_have_normal_tails_that_end(normals: np.ndarray) -> None:
     assert np.max(np.abs(normals)) < 6.8
 
 
-def test_the_two_normals_of_a_pair_are_independent(normals: np.ndarray) -> None:
-    x, y = normals[: NORMALS // 2], normals[NORMALS // 2 :]
+def test_the_two_normals_of_a_pair_are_independent() -> None:
+    words = key_of(5).stream("pairs").words(NORMALS)
+    x, y = np.empty((2, NORMALS // 2), np.float32)
+    _pairs(words[: NORMALS // 2], words[NORMALS // 2 :], x, y)
+    x, y = x.astype(np.float64), y.astype(np.float64)
     limit = 5 / np.sqrt(len(x))
     for f, g in [(x, y), (x**2, y**2), (np.abs(x), y), (x, np.abs(y)), (x**3, y)]:
         assert abs(np.corrcoef(f, g)[0, 1]) < limit
     edges = stats.norm.ppf(np.linspace(0.0, 1.0, 17)[1:-1])
     cells = np.digitize(x, edges) * 16 + np.digitize(y, edges)
     assert stats.chisquare(np.bincount(cells, minlength=256)).pvalue > 1e-3
-    # Neighbours in one half come from neighbouring words.
-    assert abs(np.corrcoef(x[:-1], x[1:])[0, 1]) < limit
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 7, 64])
+@pytest.mark.parametrize("lag", [1, 2, 1 << 15, 1 << 16, NORMALS // 2])
+def test_normals_are_independent_of_later_ones(normals: np.ndarray, lag: int) -> None:
+    early, late = normals[:-lag], normals[lag:]
+    limit = 5 / np.sqrt(len(early))
+    assert abs(np.corrcoef(early, late)[0, 1]) < limit
+    assert abs(np.corrcoef(early**2, late**2)[0, 1]) < limit
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7, 64, 65535, 65536, 65537, 131_073])
 def test_any_number_of_normals(count: int) -> None:
     drawn = standard_normals(SecretStream(KEY), count)
     assert drawn.shape == (count,)
     assert drawn.dtype == np.float32
+    # A slice of a larger array: filled to the last element, and nothing beside it.
+    around = np.full(count + 2, np.nan, np.float32)
+    fill_normals(SecretStream(KEY), around[1:-1])
+    np.testing.assert_array_equal(around[1:-1], drawn)
     assert np.isfinite(drawn).all()
+    assert np.isnan(around[[0, -1]]).all()
+    # No value is used for two places.
+    assert len(np.unique(drawn)) >= 0.99 * count
