@@ -59,9 +59,7 @@ def yield_cpu(typing_context: Any) -> Any:
     """``sched_yield(2)``: lets a thread that has work use this core."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(_I32, []), "sched_yield"
-        )
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_I32, []), "sched_yield")
         builder.call(function, [])
         return context.get_dummy_value()
 
@@ -75,13 +73,13 @@ def _compiled(function: Callable[..., Any]) -> Any:
 @_compiled
 def load_word(address: int) -> int:
     """The int64 at ``address``."""
-    return atomic_load(address)  # type: ignore[call-arg, no-any-return]
+    return atomic_load(address)
 
 
 @_compiled
 def store_word(address: int, value: int) -> None:
     """Store int64 ``value`` at ``address``."""
-    atomic_store(address, value)  # type: ignore[call-arg]
+    atomic_store(address, value)
 
 
 @_compiled
@@ -91,7 +89,7 @@ def spin_while_equal(address: int, value: int, spins: int) -> bool:
     Returns False when it still has that value after ``spins`` yields. Runs without the GIL.
     """
     for _ in range(spins):
-        if atomic_load(address) != value:  # type: ignore[call-arg]
+        if atomic_load(address) != value:
             return True
-        yield_cpu()  # type: ignore[call-arg]
-    return bool(atomic_load(address) != value)  # type: ignore[call-arg]
+        yield_cpu()
+    return bool(atomic_load(address) != value)

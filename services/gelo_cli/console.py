@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import typer
-from attestation.errors import AttestationError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from tee_runner.models.progress import Progress as StageProgress
+
+from attestation.errors import AttestationError
 
 out = Console()
 err = Console(stderr=True)
-
-ProgressCallback = Callable[[str, int, int], None]
 
 
 class CliError(Exception):
@@ -56,7 +56,7 @@ def _escape(text: str) -> str:
 
 
 @contextlib.contextmanager
-def progress_bars() -> Iterator[ProgressCallback]:
+def progress_bars() -> Iterator[StageProgress]:
     """Bars on stderr, one per stage; ``progress(stage, done, total)`` moves them."""
     with Progress(
         TextColumn("{task.description:<22}"),

@@ -24,11 +24,18 @@ def demo(
     """The whole path once: start both processes, verify, stream an answer, show the figures, stop."""
     from attestation import UNPINNED, UnsafeAllowSimulated
     from attestation.policy import DEFAULT_PROTECTION
-
     from gelo_cli.generate import ask, request_body, timing_line
 
     with reported_errors():
-        worker_arguments = ["worker", "--listen", "127.0.0.1:0", "--engine", engine.value, "--log-level", "error"]
+        worker_arguments = [
+            "worker",
+            "--listen",
+            "127.0.0.1:0",
+            "--engine",
+            engine.value,
+            "--log-level",
+            "error",
+        ]
         with started(worker_arguments) as worker:
             arguments = serve_arguments(
                 worker, model=model, protection=protection.value, port=0, metrics_port=0, log_level="error"
@@ -48,7 +55,7 @@ def demo(
 
 def _traffic(port: int) -> str:
     """Bytes that crossed to the worker and back, from the runner's metrics."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:  # noqa: S310
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
         text = response.read().decode()
     values = {
         sample.name: sample.value
@@ -58,5 +65,6 @@ def _traffic(port: int) -> str:
     sent, received = values["gelo_bytes_sent_total"], values["gelo_bytes_received_total"]
     return (
         f"[dim]{values['gelo_offloads_total']:.0f} products offloaded · "
-        f"{sent / 1e6:.1f} MB of protected operands to the worker · {received / 1e6:.1f} MB of results back[/]"
+        f"{sent / 1e6:.1f} MB of protected operands to the worker · "
+        f"{received / 1e6:.1f} MB of results back[/]"
     )

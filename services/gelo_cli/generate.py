@@ -19,7 +19,9 @@ def generate(
     url: Annotated[str, typer.Argument(help="https://host:port of the service.")],
     prompt: Annotated[str, typer.Argument(help="What to ask.")],
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without chat template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text as it is, without chat template.")
+    ] = False,
     max_tokens: Annotated[int, typer.Option(min=1)] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
@@ -62,9 +64,9 @@ def request_body(prompt: str, *, system: str | None = None, raw: bool = False) -
 def ask(url: str, policy: Any, body: dict[str, Any], *, quiet: bool) -> Any:
     """Verify, show the verdict, stream the answer; returns the timing."""
     import httpx
+
     from attestation.client import connect
     from attestation.client import verify as verify_service
-
     from gelo_cli.client import Timing, stream
     from gelo_cli.console import CliError
     from gelo_cli.policies import verdict_table

@@ -14,7 +14,7 @@ app = typer.Typer(
     help=(
         "Confidential LLM inference. A trusted [bold]runner[/] keeps the prompt, activations and tokens; "
         "an untrusted [bold]worker[/] multiplies protected operands by public weights."
-        "\n\nTry it: [bold]gelo demo \"Why is the sky blue?\"[/]"
+        '\n\nTry it: [bold]gelo demo "Why is the sky blue?"[/]'
     ),
 )
 app.add_typer(models.app, name="models")

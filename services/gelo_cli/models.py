@@ -10,13 +10,16 @@ from rich.table import Table
 
 from gelo_cli.console import CliError, err, out, progress_bars, reported_errors
 
-app = typer.Typer(no_args_is_help=True, help="Get models: pull a known one, import a GGUF file, list what is here.")
+app = typer.Typer(
+    no_args_is_help=True, help="Get models: pull a known one, import a GGUF file, list what is here."
+)
 
 
 @app.command()
 def pull(
-    name: Annotated[str, typer.Argument(help="A known model, or a hub id such as org/name.")]
-    = "smollm2-135m-instruct",
+    name: Annotated[
+        str, typer.Argument(help="A known model, or a hub id such as org/name.")
+    ] = "smollm2-135m-instruct",
     revision: Annotated[str | None, typer.Option(help="Hub revision to pin.")] = None,
 ) -> None:
     """Fetch a model into the cache."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -10,7 +10,7 @@ import typer
 from gelo_cli.processes import READY_FD_OPTION
 
 
-class EngineChoice(str, Enum):
+class EngineChoice(StrEnum):
     """Worker engines."""
 
     AUTO = "auto"
@@ -18,7 +18,7 @@ class EngineChoice(str, Enum):
     WGPU = "wgpu"
 
 
-class TransportChoice(str, Enum):
+class TransportChoice(StrEnum):
     """How operands travel."""
 
     AUTO = "auto"
@@ -26,14 +26,14 @@ class TransportChoice(str, Enum):
     GRPC = "grpc"
 
 
-class KvChoice(str, Enum):
+class KvChoice(StrEnum):
     """KV cache element types."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
 
 
-class ProtectionChoice(str, Enum):
+class ProtectionChoice(StrEnum):
     """Protection schemes."""
 
     PLAIN = "plain"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.table import Table
+
 from attestation import UNPINNED, AnyPolicy, Policy, Product, UnsafeAllowSimulated, Verdict
 from attestation.policy import DEFAULT_PROTECTION
 from attestation.statement import MODEL_IDENTITY_SIZE, parse_digest
-from rich.table import Table
-
 from gelo_cli.console import CliError
 
 _MEASUREMENT_BYTES = 48
@@ -26,7 +26,9 @@ def policy_from(
     Raises:
         CliError: neither a measurement nor --allow-simulated: there would be nothing to check.
     """
-    identity = parse_digest(model_identity, MODEL_IDENTITY_SIZE, "model identity") if model_identity else UNPINNED
+    identity = (
+        parse_digest(model_identity, MODEL_IDENTITY_SIZE, "model identity") if model_identity else UNPINNED
+    )
     protection = DEFAULT_PROTECTION | ({"plain"} if allow_plain else set())
     if not measurements:
         if not allow_simulated:
@@ -50,13 +52,18 @@ def policy_from(
 
 def verdict_table(verdict: Verdict) -> Table:
     """What was verified, in a few lines."""
-    title = "[bold yellow]SIMULATED evidence: proves nothing[/]" if verdict.simulated else "[green]verified[/]"
+    title = (
+        "[bold yellow]SIMULATED evidence: proves nothing[/]" if verdict.simulated else "[green]verified[/]"
+    )
     table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     pinned = "as pinned" if verdict.model_pinned else "not pinned"
     rows = (
-        ("evidence", f"SEV-SNP report v{verdict.report_version}, {verdict.product}, signature and chain hold"),
+        (
+            "evidence",
+            f"SEV-SNP report v{verdict.report_version}, {verdict.product}, signature and chain hold",
+        ),
         ("measurement", f"{verdict.measurement[:32]}… accepted by the policy"),
         ("model", f"{verdict.model_identity[:32]}… ({pinned})"),
         ("protection", verdict.protection),

@@ -31,7 +31,9 @@ def score(
     engine: EngineOption = EngineChoice.CPU,
     transport: TransportOption = TransportChoice.AUTO,
     max_len: MaxLenOption = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, floats in full precision.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object, floats in full precision.")
+    ] = False,
 ) -> None:
     """Log-probability of each next token of a text, computed through a worker under a scheme.
 
@@ -47,7 +49,15 @@ def score(
         with progress_bars() as progress:
             loaded = load_model(resolve_model(model, progress=progress), progress=progress)
             tokens = loaded.tokenizer.encode(content, add_special_tokens=True)
-            arguments = ["worker", "--listen", "127.0.0.1:0", "--engine", engine.value, "--log-level", "error"]
+            arguments = [
+                "worker",
+                "--listen",
+                "127.0.0.1:0",
+                "--engine",
+                engine.value,
+                "--log-level",
+                "error",
+            ]
             with started(arguments) as worker:
                 options = RuntimeOptions(
                     worker=f"127.0.0.1:{worker.ready['port']}",

@@ -28,12 +28,16 @@ def serve(
     protection: ProtectionOption = ProtectionChoice.HD3,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0)] = 8443,
-    metrics_port: Annotated[int, typer.Option(help="Prometheus port on loopback; 0 takes a free one.")] = 9464,
+    metrics_port: Annotated[
+        int, typer.Option(help="Prometheus port on loopback; 0 takes a free one.")
+    ] = 9464,
     transport: TransportOption = TransportChoice.AUTO,
     max_sequences: Annotated[int, typer.Option(help="Sequences served at once.", min=1, max=256)] = 8,
     max_len: MaxLenOption = 0,
     kv_dtype: KvOption = KvChoice.FLOAT32,
-    worker_timeout: Annotated[float, typer.Option(help="Seconds to wait for one matrix product.", min=1)] = 60.0,
+    worker_timeout: Annotated[
+        float, typer.Option(help="Seconds to wait for one matrix product.", min=1)
+    ] = 60.0,
     log_level: LogOption = "info",
     ready_fd: ReadyOption = None,
 ) -> None:

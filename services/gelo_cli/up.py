@@ -29,7 +29,15 @@ def up(
 ) -> None:
     """Run worker and runner on this machine, with simulated evidence, until Ctrl-C."""
     with reported_errors():
-        worker_arguments = ["worker", "--listen", "127.0.0.1:0", "--engine", engine.value, "--log-level", log_level]
+        worker_arguments = [
+            "worker",
+            "--listen",
+            "127.0.0.1:0",
+            "--engine",
+            engine.value,
+            "--log-level",
+            log_level,
+        ]
         with started(worker_arguments) as worker:
             arguments = serve_arguments(
                 worker, model=model, protection=protection.value, port=port,
@@ -37,7 +45,9 @@ def up(
             )  # fmt: skip
             with started(arguments) as runner:
                 address = f"https://127.0.0.1:{runner.ready['port']}"
-                err.print(f'try: gelo generate {address} "Why is the sky blue?" --allow-simulated', highlight=False)
+                err.print(
+                    f'try: gelo generate {address} "Why is the sky blue?" --allow-simulated', highlight=False
+                )
                 err.print("stop with Ctrl-C", highlight=False)
                 _wait(worker, runner)
 

@@ -26,8 +26,8 @@ def verify(
 ) -> None:
     """Check a service's attestation and say what was checked. Exit code 0 only if it is acceptable."""
     import httpx
-    from attestation.client import verify as verify_service
 
+    from attestation.client import verify as verify_service
     from gelo_cli.policies import policy_from, verdict_table
 
     with reported_errors():

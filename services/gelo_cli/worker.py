@@ -12,10 +12,13 @@ from gelo_cli.processes import report_ready
 
 
 def worker(
-    listen: Annotated[str, typer.Option(help="host:port to serve gRPC on; port 0 takes a free one.")]
-    = "127.0.0.1:7070",
+    listen: Annotated[
+        str, typer.Option(help="host:port to serve gRPC on; port 0 takes a free one.")
+    ] = "127.0.0.1:7070",
     engine: EngineOption = EngineChoice.AUTO,
-    threads: Annotated[int | None, typer.Option(help="CPU engine: threads. Default: all cores.", min=1)] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU engine: threads. Default: all cores.", min=1)
+    ] = None,
     weight_memory_gib: Annotated[
         float, typer.Option("--weight-memory", help="Most GiB of weights to hold.", min=0.1)
     ] = 64.0,

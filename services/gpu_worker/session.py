@@ -33,9 +33,7 @@ _UNATTACHED_S = 60.0
 class Sessions:
     """Open sessions, and the one lock that serialises the engine. Thread-safe."""
 
-    def __init__(
-        self, engine: Engine, store: WeightStore, lock: threading.RLock, *, limit: int
-    ) -> None:
+    def __init__(self, engine: Engine, store: WeightStore, lock: threading.RLock, *, limit: int) -> None:
         self._engine = engine
         self._store = store
         self._lock = lock

@@ -24,5 +24,7 @@ def where(error: BaseException) -> str:
     A message may quote a value (an index that is a token id, a piece of text); logs must not.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    places = " < ".join(f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in reversed(frames[-8:]))
+    places = " < ".join(
+        f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in reversed(frames[-8:])
+    )
     return f"{type(error).__name__} at {places}"

@@ -135,15 +135,15 @@ _S0, _S1, _S2, _S3, _S4, _S5, _S6 = (
 @numba.njit(nogil=True, cache=True, inline="always")
 def _log(x: Any) -> Any:
     """ln of a positive normal float32; branch-free so that loops over it vectorise."""
-    bits = bits_from_float(x)  # type: ignore[call-arg]
+    bits = bits_from_float(x)
     exponent = np.float32(np.int32(bits >> np.uint32(23)) - np.int32(127))
-    m = float_from_bits((bits & np.uint32(0x7FFFFF)) | np.uint32(0x3F800000))  # type: ignore[call-arg]
+    m = float_from_bits((bits & np.uint32(0x7FFFFF)) | np.uint32(0x3F800000))
     large = m > _SQRT2
     m = m * _HALF if large else m
     exponent = exponent + _ONE if large else exponent
     f = m - _ONE
     z = f * f
-    y = ((((((((_P0 * f + _P1) * f + _P2) * f + _P3) * f + _P4) * f + _P5) * f + _P6) * f + _P7) * f + _P8)
+    y = (((((((_P0 * f + _P1) * f + _P2) * f + _P3) * f + _P4) * f + _P5) * f + _P6) * f + _P7) * f + _P8
     y = y * f * z + _LN2_LOW * exponent - _HALF * z
     return f + y + _LN2_HIGH * exponent
 
@@ -186,7 +186,7 @@ def exp(x: Any) -> Any:
     k = np.floor(x * _LOG2E + _HALF)
     r = x - k * _LN2_HIGH - k * _LN2_LOW
     y = (((((_E0 * r + _E1) * r + _E2) * r + _E3) * r + _E4) * r + _E5) * r * r + r + _ONE
-    return y * float_from_bits(np.uint32(np.int32(k) + np.int32(127)) << np.uint32(23))  # type: ignore[call-arg]
+    return y * float_from_bits(np.uint32(np.int32(k) + np.int32(127)) << np.uint32(23))
 
 
 def _matmul_tile(rows: int, vectors: int) -> Any:

@@ -383,9 +383,7 @@ def _chunk(base: int, first: int, count: int, planes: int) -> None:
         w = weight + (first + panel) * panel_stride
         o = out + (first + panel) * LANES * 4
         if rows == height:
-            _few_rows(
-                panels, planes, operand, operand_tile, steps, w, panel_stride, scratch, o, out_stride
-            )
+            _few_rows(panels, planes, operand, operand_tile, steps, w, panel_stride, scratch, o, out_stride)
         else:
             _many_rows(
                 panels, planes, operand, operand_tile, steps, w, panel_stride, scratch, o, out_stride, rows

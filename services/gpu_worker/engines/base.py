@@ -58,7 +58,7 @@ class Engine(ABC):
 
     @abstractmethod
     def matmul(self, weight: LoadedWeight, operand: NDArray[np.float16], out: NDArray[np.float32]) -> None:
-        """``out[...] = operand @ weight.T``; operand ``(m, d_in)`` f16, out ``(m, d_out)`` f32, any m >= 1."""
+        """``out[...] = operand @ weight.T``: ``(m, d_in)`` f16 to ``(m, d_out)`` f32, m >= 1."""
 
     def close(self) -> None:  # noqa: B027 - an engine without resources has nothing to free
         """Free everything."""

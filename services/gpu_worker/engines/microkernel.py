@@ -86,9 +86,7 @@ def _emit_tile(builder: Any, rows: int, panels: int, arguments: Any) -> None:
     builder.position_at_end(done)
     for r in range(rows):
         for p in range(panels):
-            address = builder.add(
-                out, builder.add(builder.mul(_I64(r), out_stride), _I64(p * LANES * 4))
-            )
+            address = builder.add(out, builder.add(builder.mul(_I64(r), out_stride), _I64(p * LANES * 4)))
             store = builder.store(updated[r][p], builder.inttoptr(address, _PTR))
             store.align = 4
 
@@ -189,7 +187,7 @@ def widen_operand(operand: Any, scratch: Any, rows: int, depth: int) -> None:
     """f16 bits ``(m, depth)`` from possibly shared memory to f32 ``scratch``, zeros right and below."""
     for r in range(rows):
         for k in range(depth):
-            scratch[r, k] = half_to_float(operand[r, k])  # type: ignore[call-arg]
+            scratch[r, k] = half_to_float(operand[r, k])
         scratch[r, depth:] = 0.0
     for r in range(rows, scratch.shape[0]):
         scratch[r, :] = 0.0
@@ -225,8 +223,8 @@ def work(job: Any, base: int) -> None:
     while it holds a valid chunk the leader waits, so the job cannot change under it.
     """
     while True:
-        ticket = atomic_add(base + 8 * TICKET, 1)  # type: ignore[call-arg]
-        chunks = atomic_load(base + 8 * CHUNKS)  # type: ignore[call-arg]
+        ticket = atomic_add(base + 8 * TICKET, 1)
+        chunks = atomic_load(base + 8 * CHUNKS)
         index = ticket & _MASK
         if (ticket >> 32) != (chunks >> 32) or index >= (chunks & _MASK):
             return
@@ -250,4 +248,4 @@ def work(job: Any, base: int) -> None:
                 job[OUT_STRIDE],
             )
             done += tile
-        atomic_add(base + 8 * DONE, 1)  # type: ignore[call-arg]
+        atomic_add(base + 8 * DONE, 1)

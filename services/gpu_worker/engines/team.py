@@ -65,35 +65,35 @@ def _lead(
     job[PANELS] = panels
     job[CHUNK] = chunk
     job[KERNEL] = kernel
-    atomic_store(base + 8 * DONE, 0)  # type: ignore[call-arg]
-    atomic_store(base + 8 * CHUNKS, (epoch << 32) | chunks)  # type: ignore[call-arg]
-    atomic_store(base + 8 * TICKET, epoch << 32)  # type: ignore[call-arg]
-    return atomic_load(base + 8 * SLEEPING)  # type: ignore[call-arg, no-any-return]
+    atomic_store(base + 8 * DONE, 0)
+    atomic_store(base + 8 * CHUNKS, (epoch << 32) | chunks)
+    atomic_store(base + 8 * TICKET, epoch << 32)
+    return atomic_load(base + 8 * SLEEPING)
 
 
 @numba.njit(nogil=True, cache=True)
 def _finish(job: Any, base: int) -> None:
     """The leader's share of the job, then wait for the helpers' chunks."""
     work(job, base)
-    chunks = atomic_load(base + 8 * CHUNKS) & 0xFFFFFFFF  # type: ignore[call-arg]
-    while atomic_load(base + 8 * DONE) != chunks:  # type: ignore[call-arg]
-        yield_cpu()  # type: ignore[call-arg]
+    chunks = atomic_load(base + 8 * CHUNKS) & 0xFFFFFFFF
+    while atomic_load(base + 8 * DONE) != chunks:
+        yield_cpu()
 
 
 @numba.njit(nogil=True, cache=True)
 def _help(job: Any, base: int, seen: int, spins: int) -> int:
     """Join jobs until none came for ``spins`` yields; returns the last chunk count word seen."""
-    while atomic_load(base + 8 * STOP) == 0:  # type: ignore[call-arg]
+    while atomic_load(base + 8 * STOP) == 0:
         if not spin_while_equal(base + 8 * CHUNKS, seen, spins):
             return seen
-        seen = atomic_load(base + 8 * CHUNKS)  # type: ignore[call-arg]
+        seen = atomic_load(base + 8 * CHUNKS)
         work(job, base)
     return seen
 
 
 @numba.njit(nogil=True, cache=True)
 def _announce(base: int, delta: int) -> None:
-    atomic_add(base + 8 * SLEEPING, delta)  # type: ignore[call-arg]
+    atomic_add(base + 8 * SLEEPING, delta)
 
 
 class Team:
@@ -109,8 +109,7 @@ class Team:
         self._wake_reserve = threading.Semaphore(0) if reserve else None
         spinning = max(0, threads - 1 - int(reserve))
         self._helpers = [
-            threading.Thread(target=self._helper, name=f"gelo-gemm-{i}", daemon=True)
-            for i in range(spinning)
+            threading.Thread(target=self._helper, name=f"gelo-gemm-{i}", daemon=True) for i in range(spinning)
         ]
         if reserve:
             self._helpers.append(

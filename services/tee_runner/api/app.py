@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
 from attestation.errors import AttestationError, BadNonceError
 from attestation.evidence import FRESH_MEDIA_TYPE, parse_nonce
 from attestation.rate_limit import TokenBucket
 from attestation.ratls import ServerIdentity, fresh_evidence
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
-
 from tee_runner.api import errors, generate
 from tee_runner.api.body_limit import BodyLimit
 from tee_runner.engine.scheduler import Scheduler
@@ -36,7 +36,9 @@ def create_app(scheduler: Scheduler, identity: ServerIdentity) -> FastAPI:
         try:
             nonce = parse_nonce(request.query_params.get("nonce"))
         except BadNonceError as error:
-            raise InvalidRequestError(error.message, remedy="Send ?nonce= with 64 hexadecimal digits.") from None
+            raise InvalidRequestError(
+                error.message, remedy="Send ?nonce= with 64 hexadecimal digits."
+            ) from None
         extensions = request.scope.get("extensions") or {}
         exporter = extensions.get("ratls.exporter")
         if exporter is None:

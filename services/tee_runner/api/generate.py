@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -134,8 +135,8 @@ def _failure(event: FinishEvent) -> GeloError | None:
     return None
 
 
-def _reason(event: FinishEvent) -> str:
-    return event.reason
+def _reason(event: FinishEvent) -> Literal["stop", "length"]:
+    return "stop" if event.reason == "stop" else "length"
 
 
 def _usage(event: FinishEvent) -> Usage:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 import uvicorn
+
 from attestation.evidence import EvidenceProvider
 from attestation.ratls import ServerIdentity
 from attestation.server import ratls_protocol
 from attestation.simulated import SimulatedPsp
 from attestation.statement import Statement
-
 from tee_runner.api.app import create_app
 from tee_runner.api.metrics import serve_metrics
 from tee_runner.engine.runtime import Progress, Runtime, RuntimeOptions
@@ -95,9 +95,7 @@ def serve(
 class _Server(uvicorn.Server):
     """A uvicorn server over RA-TLS that says when it accepts connections."""
 
-    def __init__(
-        self, identity: ServerIdentity, scheduler: Scheduler, on_ready: Callable[[], None]
-    ) -> None:
+    def __init__(self, identity: ServerIdentity, scheduler: Scheduler, on_ready: Callable[[], None]) -> None:
         super().__init__(
             uvicorn.Config(
                 create_app(scheduler, identity),

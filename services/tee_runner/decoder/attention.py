@@ -35,7 +35,7 @@ def _widen_overload(value):  # type: ignore[no-untyped-def]  # numba compares si
     if value == types.float32:
         return lambda value: value
     if value == types.uint16:
-        return lambda value: float_from_bits(np.uint32(value) << np.uint32(16))  # type: ignore[call-arg]
+        return lambda value: float_from_bits(np.uint32(value) << np.uint32(16))
     return None
 
 
@@ -54,9 +54,7 @@ def _load_keys(keys: Any, slot: int, first: int, count: int, offset: int, depth:
 
 
 @numba.njit(nogil=True, cache=True)
-def _load_values(
-    values: Any, slot: int, first: int, count: int, offset: int, depth: int, tile: Any
-) -> None:
+def _load_values(values: Any, slot: int, first: int, count: int, offset: int, depth: int, tile: Any) -> None:
     for j in range(count):
         for d in range(depth):
             tile[j, d] = _widen(values[slot, first + j, offset + d])

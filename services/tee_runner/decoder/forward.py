@@ -94,7 +94,9 @@ class Decoder:
         layers = self._weights.layers
         kernels.rms_norm(rows, layers[0].input_norm, self._epsilon, normed)
         for index, layer in enumerate(layers):
-            self._attention(index, layer, normed, row_slots, positions, tasks, cache, session, batch, attend, delta)
+            self._attention(
+                index, layer, normed, row_slots, positions, tasks, cache, session, batch, attend, delta
+            )
             kernels.add_and_norm(rows, delta, layer.post_attention_norm, self._epsilon, normed)
             self._mlp(index, layer, normed, session, batch, delta)
             last = index + 1 == len(layers)

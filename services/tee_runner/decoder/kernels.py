@@ -94,7 +94,7 @@ def _narrow_overload(cache, value):  # type: ignore[no-untyped-def]  # numba com
     if cache.dtype == types.uint16:
 
         def narrow(cache, value):  # type: ignore[no-untyped-def]
-            bits = bits_from_float(value)  # type: ignore[call-arg]
+            bits = bits_from_float(value)
             bits += np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
             return np.uint16(bits >> np.uint32(16))
 

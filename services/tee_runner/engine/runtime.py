@@ -48,9 +48,7 @@ class RuntimeOptions:
 class Runtime:
     """Runs forward passes. One thread uses it."""
 
-    def __init__(
-        self, model: LoadedModel, options: RuntimeOptions, progress: Progress | None = None
-    ) -> None:
+    def __init__(self, model: LoadedModel, options: RuntimeOptions, progress: Progress | None = None) -> None:
         """Hashes the weights and allocates the KV cache; :meth:`connect` reaches the worker."""
         self.model = model
         self.options = options
@@ -59,8 +57,7 @@ class Runtime:
         self.max_len = min(options.max_len, limit) if options.max_len else min(limit, 4096)
         self._weights = _remote_weights(model, progress)
         self._linears = tuple(
-            Linear(weight_id=i, name=w.name, d_in=w.d_in, d_out=w.d_out)
-            for i, w in enumerate(self._weights)
+            Linear(weight_id=i, name=w.name, d_in=w.d_in, d_out=w.d_out) for i, w in enumerate(self._weights)
         )
         handles = LinearHandles(handles=self._linears)
         self._decoder = Decoder(model.config, model.weights, handles, max_len=self.max_len)

@@ -45,7 +45,11 @@ class Sampler:
     def __init__(self, params: SamplingParams) -> None:
         self._params = params
         seed = params.seed
-        key = os.urandom(32) if seed is None else hashlib.sha256(b"gelo/sampler/" + seed.to_bytes(8, "big")).digest()
+        key = (
+            os.urandom(32)
+            if seed is None
+            else hashlib.sha256(b"gelo/sampler/" + seed.to_bytes(8, "big")).digest()
+        )
         self._stream = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
 
     def sample(self, logits: NDArray[np.float32]) -> int:
@@ -62,9 +66,7 @@ class Sampler:
         draw = self._uniform() * cumulative[min(kept, len(cumulative)) - 1]
         return int(candidates[min(int(np.searchsorted(cumulative, draw, side="right")), kept - 1)])
 
-    def _candidates(
-        self, logits: NDArray[np.float32]
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    def _candidates(self, logits: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Token ids by falling probability, and their unnormalised probabilities."""
         params = self._params
         if 0 < params.top_k < len(logits):

@@ -94,7 +94,8 @@ class Scheduler:
             raise InvalidRequestError("max_tokens must be at least 1.")
         if prompt + request.max_tokens > limit:
             raise InvalidRequestError(
-                f"The prompt's {prompt} tokens and max_tokens {request.max_tokens} exceed the context of {limit}.",
+                f"The prompt's {prompt} tokens and max_tokens {request.max_tokens} exceed the context "
+                f"of {limit}.",
                 remedy="Shorten the prompt, or ask for fewer tokens.",
             )
 

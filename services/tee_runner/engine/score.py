@@ -69,10 +69,9 @@ def block_rows(runtime: Runtime) -> int:
     return rows
 
 
-def _log_probabilities(
-    logits: NDArray[np.float32], targets: NDArray[np.int64]
-) -> NDArray[np.float64]:
+def _log_probabilities(logits: NDArray[np.float32], targets: NDArray[np.int64]) -> NDArray[np.float64]:
     values = logits.astype(np.float64)
     values -= values.max(axis=1, keepdims=True)
     chosen: NDArray[np.float64] = values[np.arange(len(targets)), targets]
-    return chosen - np.log(np.exp(values).sum(axis=1))
+    log_probs: NDArray[np.float64] = chosen - np.log(np.exp(values).sum(axis=1))
+    return log_probs

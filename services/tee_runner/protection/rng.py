@@ -38,7 +38,7 @@ class SecretStream:
         if not words.size:
             return
         # A view, or a TypeError: a copy would be filled and thrown away.
-        target = memoryview(words).cast("B")
+        target = memoryview(words.data).cast("B")
         for start in range(0, len(target), _PIECE):
             piece = target[start : start + _PIECE]
             self._cipher.update_into(_ZEROS[: len(piece)], piece)

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import numpy as np
@@ -37,7 +38,7 @@ class InlineTransport(Transport):
         self._requests: queue.SimpleQueue[worker_pb2.ComputeRequest | None] = queue.SimpleQueue()
         self._requests.put(worker_pb2.ComputeRequest(session_id=session_id))
         self._replies: queue.SimpleQueue[worker_pb2.ComputeReply | grpc.RpcError] = queue.SimpleQueue()
-        self._call = stub.Compute(iter(self._requests.get, None))
+        self._call: Any = stub.Compute(iter(self._requests.get, None))
         self._pump = _Pump(self._call, self._replies)
 
     def operand(self, rows: int, d_in: int) -> NDArray[np.float16]:
@@ -130,9 +131,16 @@ class _StreamEnded(grpc.RpcError):
 
 def worker_error(error: grpc.RpcError) -> WorkerError:
     """A gRPC failure as one of ours. The worker's own words are untrusted and bounded."""
-    code = error.code() if isinstance(error, grpc.Call) else None
-    details = (error.details() or "")[:200] if isinstance(error, grpc.Call) else "the stream ended"
-    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, None, grpc.StatusCode.CANCELLED):
+    # grpc's errors of a call are also its Call, which its type stubs cannot express.
+    call: Any = error
+    code = call.code() if hasattr(error, "code") else None
+    details = str(call.details() or "")[:200] if hasattr(error, "details") else "the stream ended"
+    if code in (
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        None,
+        grpc.StatusCode.CANCELLED,
+    ):
         return WorkerUnavailableError(
             f"The worker cannot be reached ({code.name if code else 'closed'}).",
             remedy="Start it with `gelo worker`, or check its address.",

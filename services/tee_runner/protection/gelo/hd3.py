@@ -60,9 +60,7 @@ class Hd3Mask(Mask):
         """See :meth:`Mask.apply`."""
         kernel = hd3_apply if operand.size <= SERIAL_ELEMENTS else hd3_apply_parallel
         scratch = self._scratch.take(max(TILE_FLOATS, self.s * tile_width(self.s)))
-        kernel(
-            rows, scales, normals, sigma, self._signs, np.float32(scale * self._normal), operand, scratch
-        )
+        kernel(rows, scales, normals, sigma, self._signs, np.float32(scale * self._normal), operand, scratch)
 
     def unapply(self, result: Float32, scales: Float32, inverse: Any, out: Float32) -> bool:
         """See :meth:`Mask.unapply`."""

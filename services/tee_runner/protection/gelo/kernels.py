@@ -107,9 +107,7 @@ def _store_half(tile: Any, operand: Any, scale: Any, first: int, width: int, use
 
 
 @numba.njit(nogil=True, cache=True)
-def _store_rows(
-    tile: Any, out: Any, scales: Any, inverse: Any, first: int, width: int, used: int
-) -> bool:
+def _store_rows(tile: Any, out: Any, scales: Any, inverse: Any, first: int, width: int, used: int) -> bool:
     """Write the data rows; returns whether one of their values is not finite."""
     bad = np.uint32(0)
     for i in range(out.shape[0]):
@@ -186,24 +184,18 @@ def hd3_apply_parallel(
 
 
 @numba.njit(nogil=True, cache=True)
-def hd3_unapply(
-    result: Any, signs: Any, scales: Any, inverse: Any, out: Any, scratch: Any
-) -> bool:
+def hd3_unapply(result: Any, signs: Any, scales: Any, inverse: Any, out: Any, scratch: Any) -> bool:
     """The first n rows of the inverse transform, unscaled; True if any is not finite."""
     s, d = result.shape
     width = tile_width(s)
     bad = False
     for first in range(0, d, width):
-        bad |= _hd3_unapply_tile(
-            scratch[: s * width], result, signs, scales, inverse, out, first, width
-        )
+        bad |= _hd3_unapply_tile(scratch[: s * width], result, signs, scales, inverse, out, first, width)
     return bad
 
 
 @numba.njit(nogil=True, cache=True, parallel=True)
-def hd3_unapply_parallel(
-    result: Any, signs: Any, scales: Any, inverse: Any, out: Any, scratch: Any
-) -> bool:
+def hd3_unapply_parallel(result: Any, signs: Any, scales: Any, inverse: Any, out: Any, scratch: Any) -> bool:
     """:func:`hd3_unapply` on all threads."""
     s, d = result.shape
     width = tile_width(s)
@@ -258,9 +250,7 @@ def dense_apply_parallel(
     for t in numba.prange(-(-d // width)):
         tile = np.empty(s * width, np.float32)
         mixed = np.empty(mask.shape[0] * width, np.float32)
-        _dense_apply_tile(
-            tile, mixed, rows, scales, normals, sigma, mask, scale, operand, t * width, width
-        )
+        _dense_apply_tile(tile, mixed, rows, scales, normals, sigma, mask, scale, operand, t * width, width)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -285,9 +275,7 @@ def _dense_unapply_tile(
 
 
 @numba.njit(nogil=True, cache=True)
-def dense_unapply(
-    result: Any, inverse_mask: Any, scales: Any, inverse: Any, out: Any, scratch: Any
-) -> bool:
+def dense_unapply(result: Any, inverse_mask: Any, scales: Any, inverse: Any, out: Any, scratch: Any) -> bool:
     """``out = (inverse_mask · result)[:n] · inverse / scales``; True if a value is not finite.
 
     ``inverse_mask`` ``(⌈n/4⌉·4, s)`` f32: the first n rows of A's inverse, zero rows below.
