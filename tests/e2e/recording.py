@@ -10,23 +10,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import t as student_t
 
 Float32 = NDArray[np.float32]
-Words = NDArray[np.uint64]
 
 SHIELD_ROWS = 8
 SHIELD_ENERGY = 4.0
 # Chance, for one operand row, that an honest mask is taken for a leak. A run has about 10^4 rows.
 _FALSE_ALARM = 1e-10
-_TEXT_BYTES = 8
 
 
 # --- the file ----------------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ class Recording:
     uploaded: list[str] = field(default_factory=list)
 
     def blobs(self) -> Iterator[tuple[str, bytes]]:
-        """Everything, as bytes."""
+        """Everything, as bytes. Operands that came inline are part of their messages."""
         for operand in self.operands:
             yield f"operand of {operand.weight}", operand.rows.tobytes()
         yield from self.received
@@ -100,7 +100,10 @@ class Offload:
 
 @dataclass(slots=True)
 class Secrets:
-    """What must not be in a recording. ``offloads`` in the order of the operands."""
+    """What must not be in a recording. ``offloads`` in the order of the operands.
+
+    ``tokens`` leaves out what the chat template adds: it is the same for everyone.
+    """
 
     prompt: str = ""
     answer: str = ""
@@ -172,8 +175,8 @@ def _in_clear(operand: NDArray[np.float16], rows: Float32) -> Iterator[str]:
     if cosine > cosine_bound(n):
         yield "a row is parallel to a plaintext row"
     if n < d:
-        basis = np.linalg.svd(scaled, full_matrices=False)[2]
-        outside = seen - seen @ basis.T @ basis
+        basis = np.linalg.qr(scaled.T)[0]
+        outside = seen - seen @ basis @ basis.T
         if np.square(outside).sum() < shield_share(n, d) * np.square(seen).sum():
             yield "it lies in the span of the plaintext rows"
 
@@ -185,89 +188,128 @@ def _cosines(left: NDArray[np.generic], right: NDArray[np.generic]) -> NDArray[n
     return np.abs(a @ b.T)
 
 
-# Exact bytes at any scale. A power of two changes only the exponent of a floating point number (short of
-# overflow and subnormals), so windows of consecutive (sign, mantissa) pairs are compared: of 6 halves (66
-# bits) or 3 floats (72 bits), hashed to 64. Of each row one window is searched, the one whose smallest
-# element is largest: the last to become subnormal. Among 10^9 windows and 10^4 secrets, chance hits have
-# probability 10^13 / 2^64 < 10^-6.
-_HALF = (np.dtype(np.uint16), 0x83FF, 6)
-_FLOAT = (np.dtype(np.uint32), 0x807FFFFF, 3)
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+# Exact bytes. Multiplying by a power of two, or by -1, changes only the exponent and the sign of a floating
+# point number (short of overflow and subnormals), so windows of consecutive mantissas are compared: of 7
+# halves (70 bits) or 3 floats (69 bits), hashed to 64. Of each row one window is searched: the one whose
+# smallest element is largest, which is the last to become subnormal. Among 10^9 windows and 10^4 secrets,
+# chance hits have probability 10^13 / 2^64 < 10^-6. Text and token ids are windows of whole bytes.
 
 
-def _windows(bits: NDArray[np.generic], mask: int, width: int) -> Words:
-    fields = bits.astype(np.uint64) & np.uint64(mask)
-    count = len(fields) - width + 1
-    if count <= 0:
-        return np.empty(0, np.uint64)
-    hashed = np.zeros(count, np.uint64)
-    for place in range(width):
-        hashed = (hashed + fields[place : place + count]) * _MULTIPLIER
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """``width`` consecutive little-endian elements of ``size`` bytes, of which the low ``bits`` count.
+
+    The first ``sieve`` of them decide quickly that a place is of no interest.
+    """
+
+    size: int
+    bits: int
+    width: int
+    sieve: int
+
+
+_HALF = _Window(2, 10, 7, sieve=2)
+_FLOAT = _Window(4, 23, 3, sieve=1)
+_TEXT = _Window(1, 8, 8, sieve=3)
+_IDS32 = _Window(1, 8, 8, sieve=5)
+_IDS64 = _Window(1, 8, 16, sieve=2)
+_TABLE_BITS = 22
+
+
+@numba.njit(nogil=True)
+def _element(data: Any, position: int, size: int, bits: int) -> Any:
+    value = np.uint64(0)
+    for byte in range(size):
+        value |= np.uint64(data[position + byte]) << np.uint64(8 * byte)
+    return value & np.uint64((1 << bits) - 1)
+
+
+@numba.njit(nogil=True)
+def _hash(data: Any, position: int, size: int, bits: int, width: int) -> Any:
+    hashed = np.uint64(0)
+    for element in range(width):
+        value = _element(data, position + element * size, size, bits)
+        hashed = (hashed + value) * np.uint64(0x9E3779B97F4A7C15)
         hashed ^= hashed >> np.uint64(29)
     return hashed
 
 
-def _key(row: Float32, kind: tuple[np.dtype[np.generic], int, int]) -> int | None:
-    dtype, mask, width = kind
-    sizes = np.lib.stride_tricks.sliding_window_view(np.abs(row), width).min(axis=1)
+@numba.njit(nogil=True)
+def _sieve(data: Any, position: int, size: int, bits: int, count: int) -> Any:
+    value = np.uint64(0)
+    for element in range(count):
+        value = (value << np.uint64(7)) ^ _element(data, position + element * size, size, bits)
+    return value & np.uint64((1 << _TABLE_BITS) - 1)
+
+
+@numba.njit(nogil=True)
+def _contains(data: Any, size: int, bits: int, width: int, sieve: int, table: Any, wanted: Any) -> bool:
+    """Whether a window at any byte offset has one of the hashes ``wanted`` (sorted)."""
+    for position in range(len(data) - size * width + 1):
+        if table[_sieve(data, position, size, bits, sieve)]:
+            hashed = _hash(data, position, size, bits, width)
+            place = np.searchsorted(wanted, hashed)
+            if place < len(wanted) and wanted[place] == hashed:
+                return True
+    return False
+
+
+class _Needles:
+    """Windows to look for."""
+
+    def __init__(self, window: _Window, patterns: Iterable[bytes]) -> None:
+        self._window = (window.size, window.bits, window.width, window.sieve)
+        self._table = np.zeros(1 << _TABLE_BITS, np.bool_)
+        hashes = set()
+        for pattern in patterns:
+            data = np.frombuffer(pattern, np.uint8)
+            hashes.add(int(_hash(data, 0, window.size, window.bits, window.width)))
+            self._table[int(_sieve(data, 0, window.size, window.bits, window.sieve))] = True
+        self._wanted = np.array(sorted(hashes), np.uint64)
+
+    def sources(self, blobs: Iterable[tuple[str, bytes]]) -> list[str]:
+        """Where one of them occurs."""
+        if not len(self._wanted):
+            return []
+        return [
+            source
+            for source, blob in blobs
+            if _contains(np.frombuffer(blob, np.uint8), *self._window, self._table, self._wanted)
+        ]
+
+
+def _pattern(row: Float32, window: _Window) -> bytes | None:
+    sizes = np.lib.stride_tricks.sliding_window_view(np.abs(row), window.width).min(axis=1)
     first = int(sizes.argmax())
-    window = row[first : first + width].astype(np.float32)
-    if not window.all():
+    values = row[first : first + window.width].astype(np.float32)
+    if not values.all():
         return None
-    if dtype.itemsize == 2:
-        # To the middle of the range of a half, where its exponent is normal.
-        window = np.ldexp(window, -int(np.frexp(np.abs(window).max())[1]))
-        return int(_windows(window.astype(np.float16).view(np.uint16), mask, width)[0])
-    return int(_windows(window.view(np.uint32), mask, width)[0])
+    # To where the exponents of a half are normal.
+    values = np.ldexp(values, -int(np.frexp(np.abs(values).max())[1]))
+    return values.astype(np.float16 if window.size == 2 else np.float32).tobytes()
 
 
-def _scaled_rows(blobs: Sequence[tuple[str, bytes]], rows: Sequence[Float32], what: str) -> list[str]:
+def _scaled_rows(blobs: Sequence[tuple[str, bytes]], rows: Iterable[Float32], what: str) -> list[str]:
+    rows = list(rows)
     found = []
-    for kind in (_HALF, _FLOAT):
-        dtype, mask, width = kind
-        keys = {key for row in rows if len(row) >= width and (key := _key(row, kind)) is not None}
-        if not keys:
-            continue
-        wanted = np.array(sorted(keys), np.uint64)
-        for source, blob in blobs:
-            for offset in range(dtype.itemsize):
-                count = (len(blob) - offset) // dtype.itemsize
-                if count < width:
-                    continue
-                stream = np.frombuffer(blob, dtype, count, offset)
-                if _any_in(_windows(stream, mask, width), wanted):
-                    found.append(f"{source}: {what} as float{8 * dtype.itemsize}")
+    for window in (_HALF, _FLOAT):
+        patterns = (_pattern(row, window) for row in rows)
+        needles = _Needles(window, [pattern for pattern in patterns if pattern is not None])
+        found += [f"{source}: {what} as float{8 * window.size}" for source in needles.sources(blobs)]
     return found
 
 
-def _any_in(values: Words, wanted: Words) -> bool:
-    places = np.searchsorted(wanted, values)
-    places[places == len(wanted)] = 0
-    return bool((wanted[places] == values).any())
-
-
 def _token_ids(blobs: Sequence[tuple[str, bytes]], tokens: Sequence[int]) -> list[str]:
-    """Every two neighbouring ids, as int32 and as int64. Two zeros are no evidence."""
-    pairs = {pair for pair in zip(tokens, tokens[1:], strict=False) if pair != (0, 0)}
-    needles = {np.array(pair, dtype).tobytes() for pair in pairs for dtype in ("<i4", "<i8")}
-    return [
-        f"{source}: two token ids in a row"
-        for source, blob in blobs
-        if any(needle in blob for needle in needles)
-    ]
+    """Every two neighbouring ids. A pair with a 0 is no evidence: it reads as one 64-bit number."""
+    pairs = {pair for pair in pairwise(tokens) if all(pair)}
+    found = []
+    for window, dtype in ((_IDS32, "<i4"), (_IDS64, "<i8")):
+        needles = _Needles(window, [np.array(pair, dtype).tobytes() for pair in pairs])
+        found += [f"{source}: two token ids in a row" for source in needles.sources(blobs)]
+    return found
 
 
 def _text(blobs: Sequence[tuple[str, bytes]], text: str, what: str) -> list[str]:
     data = text.encode()
-    windows = {data[i : i + _TEXT_BYTES] for i in range(len(data) - _TEXT_BYTES + 1)}
-    if not windows:
-        return []
-    wanted = np.array(sorted(int.from_bytes(window, "little") for window in windows), np.uint64)
-    found = []
-    for source, blob in blobs:
-        for offset in range(_TEXT_BYTES):
-            count = (len(blob) - offset) // _TEXT_BYTES
-            if count > 0 and _any_in(np.frombuffer(blob, "<u8", count, offset), wanted):
-                found.append(f"{source}: {_TEXT_BYTES} bytes of the {what}")
-                break
-    return found
+    needles = _Needles(_TEXT, [data[i : i + _TEXT.width] for i in range(len(data) - _TEXT.width + 1)])
+    return [f"{source}: {_TEXT.width} bytes of the {what}" for source in needles.sources(blobs)]

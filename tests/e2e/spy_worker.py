@@ -43,7 +43,7 @@ recorder: Recorder
 
 
 class SpySessions(Sessions):
-    """Records operands and results with the digest of their weight."""
+    """Records operands, and the results of the last weight (the LM head), with the weight's digest."""
 
     def execute(
         self,
@@ -56,7 +56,7 @@ class SpySessions(Sessions):
         weight = session.keys[header.weight_id][:32].hex()
         recorder.write("operand", operand.tobytes(), weight=weight, rows=header.rows)
         answer = super().execute(session, header, operand, result)
-        if answer.status == Status.OK:
+        if answer.status == Status.OK and header.weight_id == len(session.keys) - 1:
             recorder.write("result", result.tobytes(), weight=weight, rows=header.rows)
         return answer
 

@@ -18,7 +18,6 @@ Nothing in here is compiled before :func:`kernels` is called, so that the module
 from __future__ import annotations
 
 import ctypes
-import logging
 import platform
 from functools import lru_cache
 from typing import Any
@@ -27,13 +26,28 @@ import numba
 import numpy as np
 from gelo.atomics import atomic_load
 from gelo.f16 import half_to_float
-from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.core.registry import cpu_target
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from gpu_worker.engines.amx_tiles import (
+    BLOCK_STEPS,
+    PANELS,
+    SCRATCH_BYTES,
+    SLOT_BYTES,
+    STEP,
+    TALL_SLOT_BYTES,
+    TILE_BYTES,
+    TILE_ROWS,
+    accumulators,
+    configure_tiles,
+    float_bits,
+    release_tiles,
+    split_halves,
+    step_kernel,
+    tile_scratch,
+    zero_accumulators,
+)
 from gpu_worker.engines.microkernel import (
     DEPTH,
     LANES,
@@ -45,351 +59,146 @@ from gpu_worker.engines.microkernel import (
     WEIGHT,
 )
 
-_log = logging.getLogger(__name__)
-
-STEP = 32  # input indices of one tile product: weights are padded to a multiple of it
-TILE_ROWS = 16
-GROUP = 4  # panels multiplied together, an accumulator tile each
-_TILE_BYTES = 1024
-_BLOCK_STEPS = 8  # steps widened at once when more than 16 rows use them
-_SCRATCH_BYTES = _BLOCK_STEPS * GROUP * 2 * _TILE_BYTES
 # Bytes ahead, in each panel, that are prefetched.
 _PREFETCH_BYTES = 4096
 
-# Tiles 0 to 3 accumulate, the others hold operand and weight parts.
-_A_HI, _A_LO = 4, 5
-_W = (6, 7)
-
-_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-_PTR = ir.PointerType()
-_VOID = ir.VoidType()
-_HALVES = ir.VectorType(ir.HalfType(), LANES)
-_FLOATS = ir.VectorType(ir.FloatType(), LANES)
-_WORDS = ir.VectorType(_I32, LANES)
-
-
-def _call(builder: Any, name: str, arguments: list[Any]) -> None:
-    signature = ir.FunctionType(_VOID, [argument.type for argument in arguments])
-    builder.call(cgutils.get_or_insert_function(builder.module, signature, name), arguments)
-
-
-def _pointer(builder: Any, address: Any, offset: int = 0) -> Any:
-    return builder.inttoptr(builder.add(address, _I64(offset)), _PTR)
-
-
-def _load_tile(builder: Any, tile: int, address: Any, offset: int) -> None:
-    """Load ``tile`` from 64-byte rows, one after another."""
-    _call(builder, "llvm.x86.tileloadd64", [_I8(tile), _pointer(builder, address, offset), _I64(64)])
-
-
-def _words(value: int) -> Any:
-    return ir.Constant(_WORDS, [value] * LANES)
-
-
-def _emit_widen(builder: Any, planes: int, weight: Any, ahead: Any, target: Any, offset: int) -> None:
-    """One panel's 32 input indices at ``weight`` into bf16 tiles at ``target + offset``."""
-    for pair in range(STEP // 2):
-        address = builder.add(weight, _I64(pair * 4 * LANES))
-        prefetched = builder.inttoptr(builder.add(address, ahead), _PTR)
-        _call(builder, "llvm.prefetch.p0", [prefetched, _I32(0), _I32(3), _I32(1)])
-        whole, high = [], []
-        for odd in range(2):
-            halves = builder.load(_pointer(builder, address, odd * 2 * LANES), typ=_HALVES)
-            halves.align = 2
-            whole.append(builder.fpext(halves, _FLOATS))
-            bits = builder.bitcast(whole[-1], _WORDS)
-            high.append(builder.and_(bits, _words(0xFFFF0000)))
-        parts = [high]
-        if planes == 2:
-            rests = [builder.fsub(whole[odd], builder.bitcast(high[odd], _FLOATS)) for odd in range(2)]
-            parts.append([builder.bitcast(rest, _WORDS) for rest in rests])
-        for plane, (even, odd) in enumerate(parts):
-            joined = builder.or_(builder.lshr(even, _words(16)), odd)
-            place = _pointer(builder, target, offset + plane * _TILE_BYTES + pair * 64)
-            builder.store(joined, place).align = 64
-
-
-def _emit_products(
-    builder: Any, planes: int, panels: range, tiles: Any, operand: Any, operand_tile: Any
-) -> None:
-    """Add one step's products of ``panels`` to their accumulators."""
-    for plane in range(planes):
-        for panel in panels:
-            source = _W[panel & 1]
-            _load_tile(builder, source, tiles, (panel * 2 + plane) * _TILE_BYTES)
-        for part in (_A_HI, _A_LO):
-            for panel in panels:
-                _call(builder, "llvm.x86.tdpbf16ps", [_I8(panel), _I8(part), _I8(_W[panel & 1])])
-
-
-def _step(panels: int, planes: int, widen: bool, multiply: bool) -> Any:
-    """A straight run of code: widen one step's weights and multiply another's, interleaved.
-
-    Arguments: the address of the weights to widen, the bytes from panel to panel, the prefetch
-    distance, where the tiles go; the tiles to multiply, the operand's hi tile for
-    that step, the bytes from it to its lo tile.
-    """
-
-    @intrinsic
-    def step(
-        typing_context: Any, weight: Any, panel_stride: Any, ahead: Any, target: Any, tiles: Any,
-        operand: Any, operand_tile: Any,
-    ) -> Any:  # fmt: skip
-        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            weight, panel_stride, ahead, target, tiles, operand, operand_tile = arguments
-            if multiply:
-                _load_tile(builder, _A_HI, operand, 0)
-                _load_tile(builder, _A_LO, builder.add(operand, operand_tile), 0)
-            for first in range(0, panels, 2):
-                pair = range(first, min(first + 2, panels))
-                if widen:
-                    for panel in pair:
-                        source = builder.add(weight, builder.mul(panel_stride, _I64(panel)))
-                        _emit_widen(builder, planes, source, ahead, target, panel * 2 * _TILE_BYTES)
-                if multiply:
-                    _emit_products(builder, planes, pair, tiles, operand, operand_tile)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 7), codegen
-
-    return step
-
-
-def _accumulators(panels: int, operation: str) -> Any:
-    """Zero the accumulators, or load or store them at ``(out, out_stride)``."""
-
-    @intrinsic
-    def accumulators(typing_context: Any, out: Any, out_stride: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            for panel in range(panels):
-                place = [_pointer(builder, arguments[0], panel * LANES * 4), arguments[1]]
-                _call(builder, f"llvm.x86.{operation}", [_I8(panel), *(place if "64" in operation else [])])
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.int64), codegen
-
-    return accumulators
-
-
-def _stack(builder: Any, size: int) -> Any:
-    with builder.goto_entry_block():
-        memory = builder.alloca(ir.ArrayType(_I8, size))
-        memory.align = 64
-    return memory
-
-
-@intrinsic
-def _scratch(typing_context: Any) -> Any:
-    """The address of this thread's tiles, on its stack."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.ptrtoint(_stack(builder, _SCRATCH_BYTES), _I64)
-
-    return types.int64(), codegen
-
-
-@intrinsic
-def _configure(typing_context: Any, rows: Any) -> Any:
-    """Shape the tiles: accumulators and operand ``rows`` high, weights 16, all 64 bytes wide."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        address = builder.ptrtoint(_stack(builder, 64), _I64)
-
-        def put(value: Any, offset: int) -> None:
-            builder.store(value, _pointer(builder, address, offset)).align = 1
-
-        for offset in range(0, 64, 8):
-            put(_I64(0), offset)
-        put(_I8(1), 0)
-        rows = builder.trunc(arguments[0], _I8)
-        for tile in range(8):
-            put(_I16(64), 16 + 2 * tile)
-            put(_I8(TILE_ROWS) if tile in _W else rows, 48 + tile)
-        _call(builder, "llvm.x86.ldtilecfg", [_pointer(builder, address)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
-
-
-@intrinsic
-def _release(typing_context: Any) -> Any:
-    """Give the tiles up: a thread that holds some is slower to switch away from."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _call(builder, "llvm.x86.tilerelease", [])
-        return context.get_dummy_value()
-
-    return types.void(), codegen
-
-
-@intrinsic
-def _float_bits(typing_context: Any, value: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], _I32)
-
-    return types.uint32(types.float32), codegen
-
-
-@intrinsic
-def _bits_float(typing_context: Any, bits: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.FloatType())
-
-    return types.float32(types.uint32), codegen
-
-
 _WIDEN, _MULTIPLY, _BOTH = range(3)
-_widen_4x2, _widen_4x1 = _step(4, 2, True, False), _step(4, 1, True, False)
-_widen_1x2, _widen_1x1 = _step(1, 2, True, False), _step(1, 1, True, False)
-_multiply_4x2, _multiply_4x1 = _step(4, 2, False, True), _step(4, 1, False, True)
-_multiply_1x2, _multiply_1x1 = _step(1, 2, False, True), _step(1, 1, False, True)
-_both_4x2, _both_4x1 = _step(4, 2, True, True), _step(4, 1, True, True)
-_both_1x2, _both_1x1 = _step(1, 2, True, True), _step(1, 1, True, True)
-_zero = _accumulators(GROUP, "tilezero")
-_load_4, _load_1 = _accumulators(4, "tileloadd64"), _accumulators(1, "tileloadd64")
-_store_4, _store_1 = _accumulators(4, "tilestored64"), _accumulators(1, "tilestored64")
+_widen_2, _widen_1 = step_kernel(False, 2, True, False), step_kernel(False, 1, True, False)
+_multiply_2, _multiply_1 = step_kernel(False, 2, False, True), step_kernel(False, 1, False, True)
+_both_2, _both_1 = step_kernel(False, 2, True, True), step_kernel(False, 1, True, True)
+_tall_widen_2, _tall_widen_1 = step_kernel(True, 2, True, False), step_kernel(True, 1, True, False)
+_tall_multiply_2, _tall_multiply_1 = step_kernel(True, 2, False, True), step_kernel(True, 1, False, True)
+_tall_both_2, _tall_both_1 = step_kernel(True, 2, True, True), step_kernel(True, 1, True, True)
+_store_4 = accumulators("tilestored64", range(4), 0)
+_load_upper, _load_lower = (accumulators("tileloadd64", range(2), first) for first in (0, 2))
+_store_upper, _store_lower = (accumulators("tilestored64", range(2), first) for first in (0, 2))
 
 
 @numba.njit(nogil=True, cache=True)
 def _advance(
-    what: int, panels: int, planes: int, weight: int, panel_stride: int, ahead: int, target: int,
-    tiles: int, operand: int, operand_tile: int,
+    what: int, tall: bool, planes: int, weight: int, panel_stride: int, ahead: int, target: int,
+    tiles: int, operand: int, part: int, tile_row: int,
 ) -> None:  # fmt: skip
-    """One step of the wanted kind; see :func:`_step`."""
-    if panels == GROUP and planes == 2:
+    """One step of the wanted kind; see :func:`step_kernel`."""
+    if not tall and planes == 2:
         if what == _BOTH:
-            _both_4x2(weight, panel_stride, ahead, target, tiles, operand, operand_tile)
+            _both_2(weight, panel_stride, ahead, target, tiles, operand, part, tile_row)
         elif what == _WIDEN:
-            _widen_4x2(weight, panel_stride, ahead, target, tiles, operand, operand_tile)
+            _widen_2(weight, panel_stride, ahead, target, tiles, operand, part, tile_row)
         else:
-            _multiply_4x2(weight, panel_stride, ahead, target, tiles, operand, operand_tile)
-    elif panels == GROUP:
+            _multiply_2(weight, panel_stride, ahead, target, tiles, operand, part, tile_row)
+    elif not tall:
         if what == _BOTH:
-            _both_4x1(weight, panel_stride, ahead, target, tiles, operand, operand_tile)
+            _both_1(weight, panel_stride, ahead, target, tiles, operand, part, tile_row)
         elif what == _WIDEN:
-            _widen_4x1(weight, panel_stride, ahead, target, tiles, operand, operand_tile)
+            _widen_1(weight, panel_stride, ahead, target, tiles, operand, part, tile_row)
         else:
-            _multiply_4x1(weight, panel_stride, ahead, target, tiles, operand, operand_tile)
+            _multiply_1(weight, panel_stride, ahead, target, tiles, operand, part, tile_row)
     elif planes == 2:
         if what == _BOTH:
-            _both_1x2(weight, panel_stride, ahead, target, tiles, operand, operand_tile)
+            _tall_both_2(weight, panel_stride, ahead, target, tiles, operand, part, tile_row)
         elif what == _WIDEN:
-            _widen_1x2(weight, panel_stride, ahead, target, tiles, operand, operand_tile)
+            _tall_widen_2(weight, panel_stride, ahead, target, tiles, operand, part, tile_row)
         else:
-            _multiply_1x2(weight, panel_stride, ahead, target, tiles, operand, operand_tile)
+            _tall_multiply_2(weight, panel_stride, ahead, target, tiles, operand, part, tile_row)
     elif what == _BOTH:
-        _both_1x1(weight, panel_stride, ahead, target, tiles, operand, operand_tile)
+        _tall_both_1(weight, panel_stride, ahead, target, tiles, operand, part, tile_row)
     elif what == _WIDEN:
-        _widen_1x1(weight, panel_stride, ahead, target, tiles, operand, operand_tile)
+        _tall_widen_1(weight, panel_stride, ahead, target, tiles, operand, part, tile_row)
     else:
-        _multiply_1x1(weight, panel_stride, ahead, target, tiles, operand, operand_tile)
+        _tall_multiply_1(weight, panel_stride, ahead, target, tiles, operand, part, tile_row)
 
 
 @numba.njit(nogil=True, cache=True)
-def _store(panels: int, out: int, out_stride: int) -> None:
-    if panels == GROUP:
-        _store_4(out, out_stride)
-    else:
-        _store_1(out, out_stride)
-
-
-@numba.njit(nogil=True, cache=True)
-def _load(panels: int, out: int, out_stride: int) -> None:
-    if panels == GROUP:
-        _load_4(out, out_stride)
-    else:
-        _load_1(out, out_stride)
-
-
-@numba.njit(nogil=True, cache=True)
-def _few_rows(
-    panels: int, planes: int, operand: int, operand_tile: int, steps: int, weight: int,
-    panel_stride: int, scratch: int, out: int, out_stride: int,
+def _one_pass(
+    tall: bool, planes: int, operand: int, part: int, steps: int, weight: int, panel_stride: int,
+    scratch: int, out: int, out_stride: int,
 ) -> None:  # fmt: skip
-    """At most 16 rows: each weight is widened one step before it is used, and used once."""
-    slot = GROUP * 2 * _TILE_BYTES
-    _zero(0, 0)
-    _advance(_WIDEN, panels, planes, weight, panel_stride, _PREFETCH_BYTES, scratch, 0, 0, 0)
+    """All rows at once: each weight is widened one step before it is used, and used once."""
+    tile_row = steps * 2 * part
+    behind = (1 if tall else 3) * panel_stride
+    zero_accumulators()
+    _advance(_WIDEN, tall, planes, weight, panel_stride, _PREFETCH_BYTES, scratch, 0, 0, 0, 0)
     for step in range(steps - 1):
-        ahead = (step + 1) * _TILE_BYTES + _PREFETCH_BYTES
+        following = weight + (step + 1) * TILE_BYTES
+        tiles = scratch + (step & 1) * SLOT_BYTES
         # At the end of these panels, prefetch the next ones, which lie behind all of them.
-        skip = (panels - 1) * panel_stride if ahead >= panel_stride else 0
+        skip = behind if (step + 1) * TILE_BYTES + _PREFETCH_BYTES >= panel_stride else 0
         _advance(
-            _BOTH, panels, planes, weight + (step + 1) * _TILE_BYTES, panel_stride,
-            _PREFETCH_BYTES + skip, scratch + ((step + 1) & 1) * slot, scratch + (step & 1) * slot,
-            operand + step * 2 * operand_tile, operand_tile,
+            _BOTH, tall, planes, following, panel_stride, _PREFETCH_BYTES + skip,
+            scratch + (~step & 1) * SLOT_BYTES, tiles, operand + step * 2 * part, part, tile_row,
         )  # fmt: skip
-    last = steps - 1
-    _advance(
-        _MULTIPLY, panels, planes, 0, 0, 0, 0, scratch + (last & 1) * slot,
-        operand + last * 2 * operand_tile, operand_tile,
-    )  # fmt: skip
-    _store(panels, out, out_stride)
+    tiles = scratch + (~steps & 1) * SLOT_BYTES
+    _advance(_MULTIPLY, tall, planes, 0, 0, 0, 0, tiles, operand + (steps - 1) * 2 * part, part, tile_row)
+    if tall:
+        _store_upper(out, out_stride)
+        _store_lower(out + part // 64 * out_stride, out_stride)
+    else:
+        _store_4(out, out_stride)
 
 
 @numba.njit(nogil=True, cache=True)
 def _many_rows(
-    panels: int, planes: int, operand: int, operand_tile: int, steps: int, weight: int,
-    panel_stride: int, scratch: int, out: int, out_stride: int, rows: int,
+    planes: int, operand: int, part: int, steps: int, weight: int, panel_stride: int, scratch: int,
+    out: int, out_stride: int, rows: int,
 ) -> None:  # fmt: skip
-    """More than 16 rows: a few steps of weights are widened, then all rows use them."""
-    slot = GROUP * 2 * _TILE_BYTES
-    height = operand_tile // 64
-    for first in range(0, steps, _BLOCK_STEPS):
-        count = min(_BLOCK_STEPS, steps - first)
-        for step in range(count):
-            _advance(
-                _WIDEN, panels, planes, weight + (first + step) * _TILE_BYTES, panel_stride,
-                _PREFETCH_BYTES, scratch + step * slot, 0, 0, 0,
-            )  # fmt: skip
-        for row in range(0, rows, height):
-            short = rows - row < height
-            if short:
-                _configure(rows - row)
-            place = out + row * out_stride
+    """More than 32 rows: some steps of two panels are widened with the first rows that use them."""
+    height = part // 64
+    tile_row = steps * 2 * part
+    for first in range(0, steps, BLOCK_STEPS):
+        count = min(BLOCK_STEPS, steps - first)
+        source = weight + first * TILE_BYTES
+        _advance(_WIDEN, True, planes, source, panel_stride, _PREFETCH_BYTES, scratch, 0, 0, 0, 0)
+        for row in range(0, rows, 2 * height):
+            # The last rows may fill one half only: then the other half is one row of no meaning.
+            more = min(height, rows - row - height)
+            if row + 2 * height > rows:
+                configure_tiles(min(height, rows - row), max(more, 1))
+            upper = out + row * out_stride
+            lower = upper + height * out_stride if more > 0 else scratch + SCRATCH_BYTES
             if first:
-                _load(panels, place, out_stride)
+                _load_upper(upper, out_stride)
+                _load_lower(lower, out_stride)
             else:
-                _zero(0, 0)
-            tiles = operand + (row // height * steps + first) * 2 * operand_tile
+                zero_accumulators()
+            tiles = operand + row // height * tile_row + first * 2 * part
             for step in range(count):
                 _advance(
-                    _MULTIPLY, panels, planes, 0, 0, 0, 0, scratch + step * slot,
-                    tiles + step * 2 * operand_tile, operand_tile,
+                    _BOTH if row == 0 and step + 1 < count else _MULTIPLY, True, planes,
+                    source + (step + 1) * TILE_BYTES, panel_stride, _PREFETCH_BYTES,
+                    scratch + (step + 1) * TALL_SLOT_BYTES, scratch + step * TALL_SLOT_BYTES,
+                    tiles + step * 2 * part, part, tile_row,
                 )  # fmt: skip
-            _store(panels, place, out_stride)
-            if short:
-                _configure(height)
+            _store_upper(upper, out_stride)
+            _store_lower(lower, out_stride)
+        if rows % (2 * height):
+            configure_tiles(height, height)
 
 
 @numba.njit(nogil=True, cache=True)
 def _chunk(base: int, first: int, count: int, planes: int) -> None:
     """``count`` panels from ``first`` on of the job at ``base``; ``OPERAND_STRIDE`` is a tile's bytes."""
-    operand = atomic_load(base + 8 * OPERAND)  # type: ignore[call-arg]
-    operand_tile = atomic_load(base + 8 * OPERAND_STRIDE)  # type: ignore[call-arg]
-    weight = atomic_load(base + 8 * WEIGHT)  # type: ignore[call-arg]
-    depth = atomic_load(base + 8 * DEPTH)  # type: ignore[call-arg]
-    out = atomic_load(base + 8 * OUT)  # type: ignore[call-arg]
-    out_stride = atomic_load(base + 8 * OUT_STRIDE)  # type: ignore[call-arg]
-    rows = atomic_load(base + 8 * ROWS)  # type: ignore[call-arg]
+    operand = atomic_load(base + 8 * OPERAND)
+    part = atomic_load(base + 8 * OPERAND_STRIDE)
+    weight = atomic_load(base + 8 * WEIGHT)
+    depth = atomic_load(base + 8 * DEPTH)
+    out = atomic_load(base + 8 * OUT)
+    out_stride = atomic_load(base + 8 * OUT_STRIDE)
+    rows = atomic_load(base + 8 * ROWS)
     panel_stride = depth * 2 * LANES
     steps = depth // STEP
-    height = operand_tile // 64
-    scratch = _scratch()  # type: ignore[call-arg]
-    _configure(height)
-    panel = 0
-    while panel < count:
-        panels = GROUP if panel + GROUP <= count else 1
-        w = weight + (first + panel) * panel_stride
-        o = out + (first + panel) * LANES * 4
-        if rows == height:
-            _few_rows(panels, planes, operand, operand_tile, steps, w, panel_stride, scratch, o, out_stride)
+    height = part // 64
+    tall = rows > height
+    scratch = tile_scratch()
+    configure_tiles(height, min(height, rows - height))
+    for panel in range(first, first + count, 2 if tall else PANELS):
+        w = weight + panel * panel_stride
+        o = out + panel * LANES * 4
+        if rows <= 2 * height:
+            _one_pass(tall, planes, operand, part, steps, w, panel_stride, scratch, o, out_stride)
         else:
-            _many_rows(
-                panels, planes, operand, operand_tile, steps, w, panel_stride, scratch, o, out_stride, rows
-            )
-        panel += panels
-    _release()  # type: ignore[call-arg]
+            _many_rows(planes, operand, part, steps, w, panel_stride, scratch, o, out_stride, rows)
+    release_tiles()
 
 
 def _exact(base: int, first: int, count: int) -> None:
@@ -401,32 +210,27 @@ def _hi_only(base: int, first: int, count: int) -> None:
 
 
 @numba.njit(nogil=True, cache=True)
-def split_operand(operand: Any, tiles: Any, depth: int) -> bool:
-    """f16 bits ``(m, depth)`` to bf16 bits ``(blocks, steps, 2, height, 32)``, hi then lo.
+def split_operand(operand: Any, tiles: Any) -> bool:
+    """f16 bits ``(m, depth)``, C-contiguous, to bf16 bits ``(blocks, steps, 2, height, 32)``, hi then lo.
 
     Rows beyond m are left as they are. Returns False when a value is not finite.
     """
-    rows = operand.shape[0]
+    rows, depth = operand.shape
     height = tiles.shape[3]
-    worst = 0
+    special = 0
+    rest = np.zeros(STEP, dtype=np.uint16)
     for row in range(rows):
-        block, r = row // height, row % height
-        for step in range(tiles.shape[1]):
-            start = step * STEP
-            high, low = tiles[block, step, 0, r], tiles[block, step, 1, r]
-            count = min(STEP, depth - start)
-            for k in range(count):
-                bits = operand[row, start + k]
-                worst = max(worst, bits & 0x7C00)
-                value = half_to_float(bits)  # type: ignore[call-arg]
-                cut = _float_bits(value) & np.uint32(0xFFFF0000)  # type: ignore[call-arg]
-                rest = value - _bits_float(cut)  # type: ignore[call-arg]
-                high[k] = cut >> np.uint32(16)
-                low[k] = _float_bits(rest) >> np.uint32(16)  # type: ignore[call-arg]
-            for k in range(count, STEP):
-                high[k] = 0
-                low[k] = 0
-    return worst != 0x7C00
+        source = operand.ctypes.data + row * depth * 2
+        high = tiles[row // height, 0, 0, row % height].ctypes.data
+        for step in range(depth // STEP):
+            place = high + step * height * 128
+            special |= split_halves(source + step * 2 * STEP, place, place + height * 64)
+        if depth % STEP:
+            start = depth - depth % STEP
+            rest[: depth - start] = operand[row, start:]
+            place = high + start // STEP * height * 128
+            special |= split_halves(rest.ctypes.data, place, place + height * 64)
+    return special == 0
 
 
 @numba.njit(nogil=True, cache=True)
@@ -436,22 +240,19 @@ def planes_needed(weight: Any) -> int:
     worst = 0
     for bits in weight:
         worst = max(worst, bits & 0x7C00)
-        low |= _float_bits(half_to_float(bits)) & np.uint32(0xFFFF)  # type: ignore[call-arg]
+        low |= float_bits(half_to_float(bits)) & np.uint32(0xFFFF)
     if worst == 0x7C00:
         return 0
     return 2 if low else 1
 
 
-def tile_height(rows: int) -> int:
-    """Rows of each operand tile: as even as possible, at most 16."""
-    blocks = -(-rows // TILE_ROWS)
-    return -(-rows // blocks)
-
-
 def tiles_shape(rows: int, depth: int) -> tuple[int, int, int, int, int]:
-    """The shape of the split operand, see :func:`split_operand`."""
-    height = tile_height(rows)
-    return -(-rows // height), -(-depth // STEP), 2, height, STEP
+    """The shape of the split operand, see :func:`split_operand`: blocks of equal height, at most 16.
+
+    More than one block: an even number, they are multiplied in pairs.
+    """
+    blocks = 1 if rows <= TILE_ROWS else -(-rows // (2 * TILE_ROWS)) * 2
+    return blocks, -(-depth // STEP), 2, -(-rows // blocks), STEP
 
 
 def aligned_zeros(size: int) -> NDArray[np.uint16]:

@@ -8,10 +8,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 MAX_BODY_BYTES = 16 << 20
 
 
-class BodyTooLargeError(Exception):
-    """More bytes arrived than allowed."""
-
-
 class BodyLimit:
     """ASGI middleware: 413 once a body exceeds ``limit`` bytes, declared or sent."""
 
@@ -29,25 +25,30 @@ class BodyLimit:
             await self._refuse(scope, receive, send)
             return
         received = 0
+        exceeded = False
         started = False
 
         async def counted() -> Message:
-            nonlocal received
+            nonlocal received, exceeded
             message = await receive()
             received += len(message.get("body", b""))
             if received > self._limit:
-                raise BodyTooLargeError
+                # Whatever the application makes of a client that left is replaced below.
+                exceeded = True
+                return {"type": "http.disconnect"}
             return message
 
         async def noted(message: Message) -> None:
             nonlocal started
+            if exceeded:
+                return
             started = True
             await send(message)
 
         try:
             await self._app(scope, counted, noted)
-        except BodyTooLargeError:
-            if not started:
+        finally:
+            if exceeded and not started:
                 await self._refuse(scope, receive, send)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -53,35 +53,38 @@ class Sampler:
         self._stream = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
 
     def sample(self, logits: NDArray[np.float32]) -> int:
-        """A token id from logits ``(vocab,)`` float32."""
+        """A token id from logits ``(vocab,)`` float32.
+
+        Draws by the Gumbel maximum (Gumbel 1954; Maddison et al. 2014): the noise belongs to the
+        token id, so that the small differences that fresh masks leave in the logits change a
+        seeded draw only where two tokens nearly tie.
+        """
         params = self._params
         if params.temperature == 0.0 or params.top_k == 1:
             return int(np.argmax(logits))
-        candidates, weights = self._candidates(logits)
-        cumulative = np.cumsum(weights)
-        kept = len(cumulative)
-        if params.top_p < 1.0:
-            # The smallest set whose mass reaches top_p: the first index at or above it stays.
-            kept = int(np.searchsorted(cumulative, params.top_p * cumulative[-1])) + 1
-        draw = self._uniform() * cumulative[min(kept, len(cumulative)) - 1]
-        return int(candidates[min(int(np.searchsorted(cumulative, draw, side="right")), kept - 1)])
+        words = np.frombuffer(self._stream.update(bytes(4 * len(logits))), dtype="<u4")
+        ids = self._candidates(logits)
+        scaled = self._scaled(logits[ids])
+        uniform = (words[ids] + 0.5) * 2.0**-32
+        return int(ids[np.argmax(scaled - np.log(-np.log(uniform)))])
 
-    def _candidates(self, logits: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Token ids by falling probability, and their unnormalised probabilities."""
+    def _candidates(self, logits: NDArray[np.float32]) -> NDArray[np.int64]:
+        """Token ids that top_k and top_p leave."""
         params = self._params
+        ids = np.arange(len(logits), dtype=np.int64)
         if 0 < params.top_k < len(logits):
-            ids = np.argpartition(logits, -params.top_k)[-params.top_k :]
-        else:
-            ids = np.arange(len(logits))
-        ids = ids[np.argsort(-logits[ids], kind="stable")]
-        # Differences first: the largest stays 0 however small the temperature, and the rest may
-        # overflow to -inf, which is probability 0.
-        below = logits[ids].astype(np.float64)
-        below -= below[0]
-        with np.errstate(over="ignore"):
-            return ids.astype(np.int64), np.exp(below / params.temperature)
+            ids = np.argpartition(logits, -params.top_k)[-params.top_k :].astype(np.int64)
+        if params.top_p < 1.0:
+            ids = ids[np.argsort(-logits[ids], kind="stable")]
+            cumulative = np.cumsum(np.exp(self._scaled(logits[ids])))
+            # The smallest set whose mass reaches top_p: the first index at or above it stays.
+            ids = ids[: int(np.searchsorted(cumulative, params.top_p * cumulative[-1])) + 1]
+        return ids
 
-    def _uniform(self) -> float:
-        """53 uniform bits in [0, 1)."""
-        word = int.from_bytes(self._stream.update(bytes(8)), "little")
-        return (word >> 11) * 2.0**-53
+    def _scaled(self, logits: NDArray[np.float32]) -> NDArray[np.float64]:
+        """Logits over temperature, the largest at 0: a tiny temperature gives -inf, not NaN."""
+        with np.errstate(over="ignore"):
+            scaled: NDArray[np.float64] = (
+                logits.astype(np.float64) - logits.max()
+            ) / self._params.temperature
+        return scaled

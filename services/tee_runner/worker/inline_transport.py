@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import grpc
@@ -103,7 +103,7 @@ class _Pump:
 
     def __init__(
         self,
-        call: Iterator[worker_pb2.ComputeReply],
+        call: Iterable[worker_pb2.ComputeReply],
         replies: queue.SimpleQueue[worker_pb2.ComputeReply | grpc.RpcError],
     ) -> None:
         self._call, self._replies = call, replies

@@ -97,7 +97,8 @@ class SmallModel:
     def reference(self, tokens: Sequence[int]) -> Float32:
         """transformers' logits ``(n, vocab)``."""
         with torch.no_grad():
-            return self.theirs(torch.tensor([list(tokens)]), use_cache=False).logits[0].numpy()
+            logits: Float32 = self.theirs(torch.tensor([list(tokens)]), use_cache=False).logits[0].numpy()
+        return logits
 
 
 def make(name: str, gain: float, directory: Path) -> SmallModel:
@@ -151,7 +152,8 @@ def make(name: str, gain: float, directory: Path) -> SmallModel:
 
 def tokens_of(seed: int, count: int) -> list[int]:
     """``count`` random token ids."""
-    return np.random.default_rng(seed).integers(0, VOCAB, count).tolist()
+    tokens: list[int] = np.random.default_rng(seed).integers(0, VOCAB, count).tolist()
+    return tokens
 
 
 def batch_of(parts: Iterable[tuple[int, Sequence[int], int]]) -> RaggedBatch:

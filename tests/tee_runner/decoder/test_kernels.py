@@ -32,7 +32,8 @@ def normals(*shape: int, seed: int = 1) -> Float32:
 
 def rms_norm(rows: np.ndarray, weight: np.ndarray) -> Float64:
     wide = rows.astype(np.float64)
-    return wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + float(EPSILON)) * weight
+    normed: Float64 = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + float(EPSILON)) * weight
+    return normed
 
 
 def norm_tolerance(d: int) -> float:

@@ -149,7 +149,8 @@ def request(prompt: Sequence[int], count: int = 5, **fields: Any) -> GenerationR
 
 
 def prompt_of(seed: int, length: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, VOCAB - 1, length).tolist()
+    tokens: list[int] = np.random.default_rng(seed).integers(0, VOCAB - 1, length).tolist()
+    return tokens
 
 
 def test_one_request(make: Start) -> None:
@@ -217,6 +218,18 @@ def test_a_long_prompt_does_not_stall_those_who_decode(make: Start) -> None:
     assert [batch.counts for batch in runtime.batches[:25]] == [[1, 16]] * 25
     assert talker.tokens == answer([5], 40)
     assert reader.tokens == answer(prompt_of(1, 400), 2)
+
+
+def test_prompts_share_the_rows_of_a_step_in_order(make: Start) -> None:
+    scheduler, runtime = make(step_rows=16)
+    clients = [Client() for _ in range(3)]
+    for i, (client, length) in enumerate(zip(clients, (40, 20, 30), strict=True)):
+        scheduler.submit(request(prompt_of(i, length), 1), client)
+    scheduler.start()
+    for client in clients:
+        client.wait()
+    # 40 = 16 + 16 + 8, then 8 + 12 of the second, 4 + 16 + 10 of the third.
+    assert [batch.counts for batch in runtime.batches] == [[16], [16], [8, 8], [12, 4], [16], [10]]
 
 
 def test_slots_go_to_requests_in_order(make: Start) -> None:
@@ -475,7 +488,7 @@ def test_the_scheme_works_ahead_only_while_nothing_runs(make: Start) -> None:
     client = Client()
     runtime.before_step = lambda step: runtime.idled.clear() if step == 0 else None
     seen: list[bool] = []
-    runtime.override = lambda history: seen.append(runtime.idled.is_set())  # type: ignore[func-returns-value]
+    runtime.override = lambda history: seen.append(runtime.idled.is_set())
     scheduler.submit(request([1], 30), client)
     client.wait()
     assert seen == [False] * 30
@@ -505,4 +518,8 @@ def test_every_request_is_answered_within_the_buffers(
     # The double checks the operand's rows; here, that each step did at least its share.
     rows = sum(length + count - 1 for length, count in work)
     assert sum(len(batch.tokens) for batch in runtime.batches) == rows
+    for batch in runtime.batches:
+        assert sum(count for count in batch.counts if count > 1) <= step_rows
+    # Logits are asked for where a token is drawn, and nowhere else.
+    assert sum(sum(batch.sampled) for batch in runtime.batches) == sum(count for _, count in work)
     assert runtime.cache.free_slots == slots

@@ -264,6 +264,18 @@ def test_hd3_entries_have_mean_zero_and_variance_one_over_s() -> None:
     assert abs(np.trace(matrices, axis1=1, axis2=2).mean()) < 5 / np.sqrt(count)
 
 
+def test_hd3_signs_are_independent_coins() -> None:
+    protection = Hd3(ExactTransport(), key_of(14))
+    signs = np.stack([protection.new_mask(56)._signs for _ in range(500)]).astype(np.float64)  # type: ignore[attr-defined]
+    assert signs.shape == (500, 3, 64)
+    limit = 5 / np.sqrt(500)
+    assert np.max(np.abs(signs.mean(axis=0))) < limit
+    # Every pair of the 192 signs of a mask: 18,336, each beyond five deviations with
+    # probability 6e-7.
+    flat = signs.reshape(500, -1)
+    assert np.max(np.abs(flat.T @ flat / 500 - np.eye(192))) < limit
+
+
 @pytest.mark.parametrize("scheme", GELO_SCHEMES)
 @pytest.mark.parametrize("n", [1, 2, 5, 100])
 def test_wipe_overwrites_the_mask(scheme: type[GeloProtection], n: int) -> None:

@@ -96,7 +96,8 @@ def expected_rms(kind: type[GeloProtection], rows: Float32, weight: np.ndarray) 
 
 
 def product(rows: Float32, weight: np.ndarray) -> Float64:
-    return rows.astype(np.float64) @ weight.astype(np.float64).T
+    result: Float64 = rows.astype(np.float64) @ weight.astype(np.float64).T
+    return result
 
 
 def half_weight(generator: np.random.Generator, d_out: int, d_in: int) -> np.ndarray:

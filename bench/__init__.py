@@ -1,0 +1,1 @@
+"""Benchmarks, one per claim. Each prints a table last and writes the same figures with --json."""
