@@ -124,17 +124,11 @@ def leaks(recording: Recording, secrets: Secrets) -> list[str]:
         found += [
             f"offload {index} ({operand.weight}): {text}" for text in _in_clear(operand.rows, offload.rows)
         ]
-    plain = [row for offload in secrets.offloads for row in offload.rows]
-    blobs = list(recording.blobs())
-    found += _scaled_rows(blobs, plain, "an activation row")
-    found += _scaled_rows(blobs, secrets.logits, "a logits row")
     for index, result in enumerate(recording.head_results):
         rows = [logits for logits in secrets.logits if len(logits) == result.shape[1]]
         if rows and _cosines(result, np.stack(rows)).max() > cosine_bound(1):
             found.append(f"result {index} of lm_head: parallel to a logits row")
-    found += _token_ids(blobs, secrets.tokens)
-    for what, text in (("prompt", secrets.prompt), ("answer", secrets.answer)):
-        found += _text(blobs, text, what)
+    found += _in_bytes(list(recording.blobs()), secrets)
     return found
 
 
@@ -267,49 +261,52 @@ class _Needles:
             self._table[int(_sieve(data, 0, window.size, window.bits, window.sieve))] = True
         self._wanted = np.array(sorted(hashes), np.uint64)
 
-    def sources(self, blobs: Iterable[tuple[str, bytes]]) -> list[str]:
-        """Where one of them occurs."""
-        if not len(self._wanted):
-            return []
-        return [
-            source
-            for source, blob in blobs
-            if _contains(np.frombuffer(blob, np.uint8), *self._window, self._table, self._wanted)
-        ]
+    def found_in(self, blob: bytes) -> bool:
+        """Whether one of them occurs, at any byte offset."""
+        data = np.frombuffer(blob, np.uint8)
+        return len(self._wanted) > 0 and _contains(data, *self._window, self._table, self._wanted)
 
 
-def _pattern(row: Float32, window: _Window) -> bytes | None:
-    sizes = np.lib.stride_tricks.sliding_window_view(np.abs(row), window.width).min(axis=1)
-    first = int(sizes.argmax())
-    values = row[first : first + window.width].astype(np.float32)
-    if not values.all():
-        return None
-    # To where the exponents of a half are normal.
-    values = np.ldexp(values, -int(np.frexp(np.abs(values).max())[1]))
-    return values.astype(np.float16 if window.size == 2 else np.float32).tobytes()
+def _search(
+    blobs: Sequence[tuple[str, bytes]], window: _Window, patterns: dict[str, list[bytes]]
+) -> Iterator[str]:
+    """Sources in which a pattern occurs, with the pattern's name."""
+    anything = _Needles(window, [pattern for some in patterns.values() for pattern in some])
+    named = {name: _Needles(window, some) for name, some in patterns.items()}
+    for source, blob in blobs:
+        if anything.found_in(blob):
+            yield from (f"{source}: {name}" for name, needles in named.items() if needles.found_in(blob))
 
 
-def _scaled_rows(blobs: Sequence[tuple[str, bytes]], rows: Iterable[Float32], what: str) -> list[str]:
-    rows = list(rows)
-    found = []
-    for window in (_HALF, _FLOAT):
-        patterns = (_pattern(row, window) for row in rows)
-        needles = _Needles(window, [pattern for pattern in patterns if pattern is not None])
-        found += [f"{source}: {what} as float{8 * window.size}" for source in needles.sources(blobs)]
-    return found
+def _row_patterns(rows: Iterable[Float32], window: _Window) -> list[bytes]:
+    patterns = []
+    for row in rows:
+        sizes = np.lib.stride_tricks.sliding_window_view(np.abs(row), window.width).min(axis=1)
+        first = int(sizes.argmax())
+        values = row[first : first + window.width].astype(np.float32)
+        if values.all():
+            # To where the exponents of a half are normal.
+            values = np.ldexp(values, -int(np.frexp(np.abs(values).max())[1]))
+            patterns.append(values.astype(np.float16 if window.size == 2 else np.float32).tobytes())
+    return patterns
 
 
-def _token_ids(blobs: Sequence[tuple[str, bytes]], tokens: Sequence[int]) -> list[str]:
-    """Every two neighbouring ids. A pair with a 0 is no evidence: it reads as one 64-bit number."""
-    pairs = {pair for pair in pairwise(tokens) if all(pair)}
-    found = []
+def _in_bytes(blobs: Sequence[tuple[str, bytes]], secrets: Secrets) -> Iterator[str]:
+    activations = [row for offload in secrets.offloads for row in offload.rows]
+    for window, kind in ((_HALF, "float16"), (_FLOAT, "float32")):
+        patterns = {
+            f"an activation row as {kind}": _row_patterns(activations, window),
+            f"a logits row as {kind}": _row_patterns(secrets.logits, window),
+        }
+        yield from _search(blobs, window, patterns)
+    # A pair with a 0 is no evidence: it reads as one 64-bit number.
+    pairs = [pair for pair in pairwise(secrets.tokens) if all(pair)]
     for window, dtype in ((_IDS32, "<i4"), (_IDS64, "<i8")):
-        needles = _Needles(window, [np.array(pair, dtype).tobytes() for pair in pairs])
-        found += [f"{source}: two token ids in a row" for source in needles.sources(blobs)]
-    return found
+        found = [np.array(pair, dtype).tobytes() for pair in pairs]
+        yield from _search(blobs, window, {"two token ids in a row": found})
+    texts = {"8 bytes of the prompt": secrets.prompt, "8 bytes of the answer": secrets.answer}
+    yield from _search(blobs, _TEXT, {name: _pieces(text.encode(), _TEXT) for name, text in texts.items()})
 
 
-def _text(blobs: Sequence[tuple[str, bytes]], text: str, what: str) -> list[str]:
-    data = text.encode()
-    needles = _Needles(_TEXT, [data[i : i + _TEXT.width] for i in range(len(data) - _TEXT.width + 1)])
-    return [f"{source}: {_TEXT.width} bytes of the {what}" for source in needles.sources(blobs)]
+def _pieces(data: bytes, window: _Window) -> list[bytes]:
+    return [data[i : i + window.width] for i in range(len(data) - window.width + 1)]

@@ -51,6 +51,12 @@ def spy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spy]:
     path.unlink()
 
 
+@pytest.fixture(scope="module")
+def weight_names(model: LoadedModel) -> dict[str, str]:
+    """The public weights by their digest."""
+    return {hashlib.sha256(w.load().tobytes()).hexdigest(): w.name for w in model.weights.linears()}
+
+
 class _Watched(ForwardSession):
     """Notes the rows of each offload before they are protected."""
 
@@ -96,7 +102,9 @@ def _noting_logits(secrets: Secrets) -> Iterator[None]:
         yield
 
 
-def record(model: LoadedModel, spy: Spy, name: str, transport: TransportName) -> tuple[Recording, Secrets]:
+def record(
+    model: LoadedModel, spy: Spy, weight_names: dict[str, str], name: str, transport: TransportName
+) -> tuple[Recording, Secrets]:
     """Generate, and return what the worker saw and what it must not have."""
     start = spy.path.stat().st_size
     secrets = Secrets(prompt=QUESTION)
@@ -110,24 +118,26 @@ def record(model: LoadedModel, spy: Spy, name: str, transport: TransportName) ->
         (answer,) = served.generate([prompt], TOKENS)
     assert len(answer.tokens) == TOKENS
     secrets.answer = answer.text
-    secrets.tokens = [*prompt, *answer.tokens]
-    names = {hashlib.sha256(w.load().tobytes()).hexdigest(): w.name for w in model.weights.linears()}
+    content = model.tokenizer.encode(QUESTION)
+    place = prompt.index(content[0])
+    assert prompt[place : place + len(content)] == content
+    secrets.tokens = [*content, *answer.tokens]
     # The worker writes its slab down when it sees the session end.
     for _ in range(500):
-        recording, _ = read_recording(spy.path, start, names, model.weights.lm_head.name)
+        recording, _ = read_recording(spy.path, start, weight_names, model.weights.lm_head.name)
         if transport == "grpc" or any(source == "slab" for source, _ in recording.received):
             break
         time.sleep(0.02)
-    assert set(recording.uploaded) <= set(names), "something other than a public weight was uploaded"
+    assert set(recording.uploaded) <= set(weight_names), "something other than a public weight was uploaded"
     return recording, secrets
 
 
 @pytest.mark.parametrize("transport", ["slab", "grpc"])
 @pytest.mark.parametrize("name", ["gelo-haar", "gelo-hd3"])
 def test_masks_show_nothing_in_clear(
-    model: LoadedModel, spy: Spy, name: str, transport: TransportName
+    model: LoadedModel, spy: Spy, weight_names: dict[str, str], name: str, transport: TransportName
 ) -> None:
-    recording, secrets = record(model, spy, name, transport)
+    recording, secrets = record(model, spy, weight_names, name, transport)
     assert len(recording.operands) == TOKENS * (4 * model.config.num_layers + 1)
     assert len(secrets.logits) == len(recording.head_results) == TOKENS
     assert any("OpenSession" in source for source, _ in recording.received)
@@ -135,8 +145,10 @@ def test_masks_show_nothing_in_clear(
 
 
 @pytest.mark.parametrize("transport", ["slab", "grpc"])
-def test_the_search_finds_what_plain_shows(model: LoadedModel, spy: Spy, transport: TransportName) -> None:
-    recording, secrets = record(model, spy, "plain", transport)
+def test_the_search_finds_what_plain_shows(
+    model: LoadedModel, spy: Spy, weight_names: dict[str, str], transport: TransportName
+) -> None:
+    recording, secrets = record(model, spy, weight_names, "plain", transport)
     found = leaks(recording, secrets)
     # Every single offload is recognised, by its direction, by its span and by its bytes.
     offloads = len(recording.operands)

@@ -19,9 +19,9 @@ from gpu_worker.engines.team import Team
 _log = logging.getLogger(__name__)
 
 # By the bf16 values in a weight, the fewest rows that AMX multiplies. Milliseconds for 135M cold
-# weights on one 2.6 GHz core of a Sapphire Rapids (vector kernel / AMX with 1 / with 2 values):
-# 1 row 18.7/-/-, 2 rows 18.9/18.2/20.5, 4 rows 19.8/19.2/21.7, 9 rows 24.8/19.5/23.0,
-# 16 rows 38.2/20.8/26.2, 32 rows 64.9/26.6/33.4, 64 rows 110/43.8/65.2.
+# weights on one 2.6 GHz Xeon core with AMX (vector kernel / AMX with 1 / with 2 values):
+# 2 rows 18.9/18.2/20.5, 4 rows 19.8/19.2/21.7, 5 rows 24.9/19.2/21.3, 9 rows 24.5/19.6/22.9,
+# 16 rows 38.6/21.2/25.7, 32 rows 64.9/26.6/33.4, 64 rows 118/49.1/69.3, 256 rows 455/150/214.
 _AMX_ROWS = {1: 2, 2: 5}
 
 

@@ -162,7 +162,7 @@ class Decoder:
         logits = self._buffer("logits", sum(batch.sampled), self.config.vocab_size)
         if chosen:
             rows = np.ascontiguousarray(normed[np.concatenate(chosen)])
-            session.linear(self._linears.head, rows, [w for w in batch.sampled if w], logits)
+            session.linear(self._linears.head, rows, batch.sampled, logits)
         return logits
 
     def _tasks(self, batch: RaggedBatch, pasts: Sequence[int]) -> NDArray[np.int64]:

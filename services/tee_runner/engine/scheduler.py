@@ -119,11 +119,11 @@ class Scheduler:
             self._retire(sequence)
             sequence.finish("cancelled")
         with self._change:
+            for sequence in [s for s in self._waiting if s.cancelled.is_set()]:
+                self._waiting.remove(sequence)
+                sequence.finish("cancelled")
             while self._waiting and self.runtime.cache.free_slots:
                 sequence = self._waiting.popleft()
-                if sequence.cancelled.is_set():
-                    sequence.finish("cancelled")
-                    continue
                 sequence.slot = self.runtime.cache.take()
                 self._running.append(sequence)
             self.stats.waiting = len(self._waiting)

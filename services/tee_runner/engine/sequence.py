@@ -103,6 +103,8 @@ class Sequence:
         text = ""
         if flush and reason != "error":
             text, stopped = self._release(self._decoder.finish())
+            if stopped and reason == "length":
+                reason = "stop"
             text += "" if stopped else self._held
         self._emit(
             FinishEvent(

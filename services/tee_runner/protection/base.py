@@ -39,7 +39,8 @@ class ForwardSession(ABC):
         """``out = rows · weightᵀ``, computed by the worker on protected operands.
 
         ``rows`` ``(n, d_in)`` and ``out`` ``(n, d_out)`` are float32; ``counts`` gives the rows
-        of each sequence in order (their sum is n), so that a scheme can treat sequences apart.
+        of each sequence of the pass in order, 0 for one that has none here (their sum is n), so
+        that a scheme can treat sequences apart.
 
         Raises:
             WorkerError: the worker failed, or its answer cannot be used.

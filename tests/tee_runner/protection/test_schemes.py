@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tee_runner.errors import InvalidRequestError, WorkerError, WorkerProtocolError
-from tee_runner.protection.base import OPERAND_LIMIT, Protection, Scratch
+from tee_runner.protection.base import OPERAND_LIMIT, Linear, Protection, Scratch
 from tee_runner.protection.gelo.base import (
     SHIELD_ENERGY,
     SHIELD_ROWS,
@@ -452,3 +452,20 @@ def test_operand_scale_is_a_power_of_two_within_the_limit(n: int, mean: float, d
         bound = np.sqrt(4 * n + k * (6.8 * sigma) ** 2)
         assert scale * bound * (1 + 1e-9) >= OPERAND_LIMIT / 2
         assert scale * bound <= OPERAND_LIMIT * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["gelo-haar", "gelo-hd3"])
+def test_a_sequence_keeps_its_mask_when_others_have_no_rows(name: str) -> None:
+    """With rows of the second sequence only, its own A is used, not the first one's."""
+    weight = np.eye(48, dtype=np.float16)
+    transport = ExactTransport([weight])
+    protection = SCHEMES[name](transport)
+    linear = Linear(weight_id=0, name="w", d_in=48, d_out=48)
+    rows = np.random.default_rng(3).standard_normal((2, 48)).astype(np.float32)
+    with protection.forward_session() as session:
+        out = np.empty((2, 48), dtype=np.float32)
+        session.linear(linear, rows, [1, 1], out)
+        session.linear(linear, rows[1:], [0, 1], out[1:])
+        masks = session._masks  # type: ignore[attr-defined]
+        assert set(masks) == {(0, 1), (1, 1)}
+        np.testing.assert_allclose(out[1], rows[1], atol=5e-3)

@@ -101,7 +101,7 @@ class GeloProtection(Protection):
     @classmethod
     def operand_rows(cls, counts: Sequence[int]) -> int:
         """See :meth:`Protection.operand_rows`."""
-        return sum(cls.block_rows(n) for n in counts)
+        return sum(cls.block_rows(n) for n in counts if n)
 
     @abstractmethod
     def new_mask(self, n: int) -> Mask:
@@ -130,7 +130,7 @@ class _GeloSession(ForwardSession):
     def linear(self, weight: Linear, rows: Float32, counts: Sequence[int], out: Float32) -> None:
         protection = self._protection
         transport = protection.transport
-        masks = [self._mask(block, n) for block, n in enumerate(counts)]
+        masks = [self._mask(block, n) for block, n in enumerate(counts) if n]
         total = sum(mask.s for mask in masks)
         operand = transport.operand(total, weight.d_in).view(np.uint16)
         scales = np.empty(len(rows), dtype=np.float32)
