@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from typing import Literal
 
 from gpu_worker.engines.base import Engine, EngineError
@@ -17,6 +19,8 @@ def create_engine(name: EngineName, *, threads: int | None = None) -> Engine:
     """
     if name == "cpu":
         return _cpu(threads)
+    # Without it the window-system libraries behind Vulkan complain on stderr at every start.
+    os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())
     from gpu_worker.engines.wgpu import WgpuEngine, hardware_gpu_available
 
     if name == "wgpu" or hardware_gpu_available():
