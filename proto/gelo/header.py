@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 HEADER_BYTES = 64
 _MAGIC = 0x4F4C4547  # "GELO"
@@ -30,8 +30,7 @@ class HeaderError(ValueError):
     """Bytes that are not a valid header."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadHeader:
+class OffloadHeader(NamedTuple):
     """One matrix product: result ``(rows, d_out)`` f32 = operand ``(rows, d_in)`` f16 · weightᵀ.
 
     Offsets are bytes from the start of the slab and 0 inline. ``compute_ns`` is filled in by

@@ -8,7 +8,6 @@ import os
 import socket
 import tempfile
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 from gelo.header import HeaderError, OffloadHeader, Status
@@ -131,5 +130,5 @@ class DoorbellServer:
             result = slab.result(header.rows, header.d_out)
         except SlabError as error:
             log.warning("doorbell: bad request: %s", error)
-            return replace(header, status=Status.BAD_REQUEST)
+            return header._replace(status=Status.BAD_REQUEST)
         return self._sessions.execute(session, header, operand, result)

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -145,7 +145,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         good = fits(session, header) and len(request.operand) == header.operand_bytes
         if not good or header.result_bytes > MAX_MESSAGE_BYTES:
-            return worker_pb2.ComputeReply(header=replace(header, status=Status.BAD_REQUEST).pack())
+            return worker_pb2.ComputeReply(header=header._replace(status=Status.BAD_REQUEST).pack())
         operand = np.frombuffer(request.operand, dtype=np.float16).reshape(header.rows, header.d_in)
         result = np.empty((header.rows, header.d_out), dtype=np.float32)
         answer = self._sessions.execute(session, header, operand, result)

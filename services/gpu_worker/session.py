@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from gelo.header import OffloadHeader, Status
@@ -86,12 +86,12 @@ class Sessions:
             with self._lock:
                 if session.session_id not in self._open:
                     # Closed meanwhile: its weights may be unloaded.
-                    return replace(header, status=Status.BAD_REQUEST)
+                    return header._replace(status=Status.BAD_REQUEST)
                 started = time.perf_counter_ns()
                 self._engine.matmul(weight, operand, result)
-                return replace(header, compute_ns=time.perf_counter_ns() - started)
+                return header._replace(compute_ns=time.perf_counter_ns() - started)
         except EngineError:
-            return replace(header, status=Status.ENGINE_FAILED)
+            return header._replace(status=Status.ENGINE_FAILED)
 
 
 def fits(session: Session, header: OffloadHeader) -> bool:

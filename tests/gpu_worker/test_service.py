@@ -6,7 +6,6 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -220,7 +219,7 @@ def test_compute(service: Service) -> None:
         (header(sequence=9, weight_id=1, rows=3, d_in=9, d_out=2).pack(), wide.tobytes()),
     )
     answer = OffloadHeader.unpack(first.header)
-    assert answer == replace(header(sequence=5), compute_ns=answer.compute_ns)
+    assert answer == header(sequence=5)._replace(compute_ns=answer.compute_ns)
     expected = operand_of().astype(np.float32) @ WEIGHT.values.astype(np.float32).T
     assert first.result == expected.tobytes()
     assert OffloadHeader.unpack(second.header).sequence == 9
@@ -252,7 +251,7 @@ def test_bad_offloads_are_answered_and_the_stream_goes_on(
         (header(sequence=2).pack(), operand_of().tobytes()),
     )
     answer = OffloadHeader.unpack(bad.header)
-    assert answer == replace(header(**changes), status=Status.BAD_REQUEST)
+    assert answer == header(**changes)._replace(status=Status.BAD_REQUEST)
     assert bad.result == b""
     assert OffloadHeader.unpack(good.header).status == Status.OK
 

@@ -9,7 +9,6 @@ import os
 import socket
 import sys
 import time
-from dataclasses import replace
 
 from gelo.header import OffloadHeader
 from gelo.slab import Doorbell, DoorbellClosedError, Slab, SlabSizes
@@ -23,7 +22,7 @@ def echo(slab: Slab, doorbell: Doorbell, *, limit: int | None) -> None:
         answers += 1
         slab.result(header.rows, header.d_out)[...] = slab.operand(header.rows, header.d_in)
         slab.result(header.rows, header.d_out)[...] *= 2
-        doorbell.ring(answers, replace(header, compute_ns=answers).pack())
+        doorbell.ring(answers, header._replace(compute_ns=answers).pack())
     doorbell.wait(None)
     os._exit(9)
 

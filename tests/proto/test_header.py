@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from dataclasses import replace
 
 import pytest
 from gelo.header import HEADER_BYTES, MAX_DIMENSION, MAX_ROWS, HeaderError, OffloadHeader, Status
@@ -113,7 +112,7 @@ def test_malformed_field(field: str, value: int) -> None:
 
 @pytest.mark.parametrize(("field", "value"), [("rows", MAX_ROWS), ("d_in", MAX_DIMENSION), ("d_out", 1)])
 def test_bounds_are_inclusive(field: str, value: int) -> None:
-    assert OffloadHeader.unpack(patched(field, value)) == replace(GOOD, **{field: value})
+    assert OffloadHeader.unpack(patched(field, value)) == GOOD._replace(**{field: value})
 
 
 @settings(max_examples=300, deadline=None)

@@ -10,7 +10,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent import futures
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -51,7 +51,7 @@ def _answer(
     fault: AnswerFault, header: OffloadHeader, operand: NDArray[np.float16], weight: NDArray[np.float32]
 ) -> tuple[bytes, NDArray[np.float32]]:
     result = (operand.astype(np.float32) @ weight.T).astype(np.float32)
-    raw = replace(header, compute_ns=1).pack()
+    raw = header._replace(compute_ns=1).pack()
     if fault in _ALTERED:
         changes = {name: getattr(header, name) + step for name, step in _ALTERED[fault].items()}
         raw = OffloadHeader(**{**_fields(header), **changes}).pack()
@@ -64,7 +64,7 @@ def _answer(
         result[-1, -1] = np.nan
     elif fault in ("bad request", "engine failed"):
         status = Status.BAD_REQUEST if fault == "bad request" else Status.ENGINE_FAILED
-        raw = replace(header, status=status).pack()
+        raw = header._replace(status=status).pack()
     elif fault == "garbage":
         raw = hashlib.sha512(raw).digest()
     elif fault == "zeros":
