@@ -6,6 +6,7 @@ process or thread writes, which numba's arrays cannot express.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -64,6 +65,40 @@ def yield_cpu(typing_context: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(), codegen
+
+
+_SYS_FUTEX = {"x86_64": 202, "aarch64": 98}[platform.machine()]
+_FUTEX_WAIT_PRIVATE, _FUTEX_WAKE_PRIVATE = 128, 129
+
+
+def _futex(builder: Any, address: Any, operation: int, value: Any) -> None:
+    """``syscall(SYS_futex, address, operation, value, NULL)``; errors mean "look again"."""
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(_I64, [_I64], var_arg=True), "syscall"
+    )
+    builder.call(function, [_I64(_SYS_FUTEX), address, _I64(operation), value, _I64(0)])
+
+
+@intrinsic
+def futex_wait(typing_context: Any, address: Any, value: Any) -> Any:
+    """Sleep while the low 32 bits at ``address`` equal ``value``; may return early."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _futex(builder, arguments[0], _FUTEX_WAIT_PRIVATE, arguments[1])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def futex_wake(typing_context: Any, address: Any, count: Any) -> Any:
+    """Wake up to ``count`` threads that sleep on ``address``."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _futex(builder, arguments[0], _FUTEX_WAKE_PRIVATE, arguments[1])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
 
 
 def _compiled(function: Callable[..., Any]) -> Any:

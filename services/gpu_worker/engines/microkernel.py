@@ -194,13 +194,16 @@ def widen_operand(operand: Any, scratch: Any, rows: int, depth: int) -> None:
 
 
 # The job of a team: an int64 array, written by the leader before the ticket is published.
-JOB_WORDS = 16
+JOB_WORDS = 24
 OPERAND, WEIGHT, DEPTH, OUT, ROWS, PANELS, CHUNK, OPERAND_STRIDE, OUT_STRIDE = range(9)
 # Word 9 is the ticket (epoch << 32 | next chunk), 10 the chunk count (epoch << 32 | chunks),
 # 11 the chunks done in this epoch, 12 counts sleeping helpers, 13 asks helpers to leave.
 # 14 is the address of the function ``(job address, first panel, panels)`` for a chunk, 0 for
 # the kernel in this module. It is an address so that only machines that have it compile it.
 TICKET, CHUNKS, DONE, SLEEPING, STOP, KERNEL = range(9, 15)
+# What helpers watch: 16 changes with every job, 17 with those the reserve is called to, and
+# 18 counts a sleeping reserve as 12 counts the others.
+CALL, RESERVE_CALL, RESERVE_SLEEPING = 16, 17, 18
 _MASK = 0xFFFFFFFF
 
 

@@ -17,9 +17,18 @@ from typing import Any
 
 import numba
 import numpy as np
-from gelo.atomics import atomic_add, atomic_load, atomic_store, spin_while_equal, store_word, yield_cpu
+from gelo.atomics import (
+    atomic_add,
+    atomic_load,
+    atomic_store,
+    futex_wait,
+    futex_wake,
+    spin_while_equal,
+    yield_cpu,
+)
 
 from gpu_worker.engines.microkernel import (
+    CALL,
     CHUNK,
     CHUNKS,
     DEPTH,
@@ -32,6 +41,8 @@ from gpu_worker.engines.microkernel import (
     OUT,
     OUT_STRIDE,
     PANELS,
+    RESERVE_CALL,
+    RESERVE_SLEEPING,
     ROWS,
     SLEEPING,
     STOP,
@@ -44,16 +55,16 @@ from gpu_worker.engines.microkernel import (
 _HELPER_SPINS = 3000
 # A job this long on one thread is worth waking the reserve for. The estimate takes the larger
 # of arithmetic at 150 GFLOP/s and reading the weights at 15 GB/s.
-_RESERVE_SECONDS = 5e-4
+_RESERVE_SECONDS = 5e-5
 _FLOPS, _BYTES_PER_SECOND = 1.5e11, 1.5e10
 
 
 @numba.njit(nogil=True, cache=True)
 def _lead(
     job: Any, base: int, epoch: int, operand: int, operand_stride: int, weight: int, depth: int,
-    out: int, out_stride: int, rows: int, panels: int, chunk: int, kernel: int,
-) -> int:  # fmt: skip
-    """Publish a job; returns how many helpers sleep."""
+    out: int, out_stride: int, rows: int, panels: int, chunk: int, kernel: int, reserve: bool,
+) -> None:  # fmt: skip
+    """Publish a job, call the helpers, do a share of it, and wait for theirs."""
     chunks = -(-panels // chunk)
     job[OPERAND] = operand
     job[OPERAND_STRIDE] = operand_stride
@@ -68,32 +79,41 @@ def _lead(
     atomic_store(base + 8 * DONE, 0)
     atomic_store(base + 8 * CHUNKS, (epoch << 32) | chunks)
     atomic_store(base + 8 * TICKET, epoch << 32)
-    return atomic_load(base + 8 * SLEEPING)
-
-
-@numba.njit(nogil=True, cache=True)
-def _finish(job: Any, base: int) -> None:
-    """The leader's share of the job, then wait for the helpers' chunks."""
+    atomic_store(base + 8 * CALL, epoch)
+    if atomic_load(base + 8 * SLEEPING) > 0:
+        futex_wake(base + 8 * CALL, 1 << 30)
+    if reserve:
+        atomic_store(base + 8 * RESERVE_CALL, epoch)
+        if atomic_load(base + 8 * RESERVE_SLEEPING) > 0:
+            futex_wake(base + 8 * RESERVE_CALL, 1)
     work(job, base)
-    chunks = atomic_load(base + 8 * CHUNKS) & 0xFFFFFFFF
     while atomic_load(base + 8 * DONE) != chunks:
         yield_cpu()
 
 
 @numba.njit(nogil=True, cache=True)
-def _help(job: Any, base: int, seen: int, spins: int) -> int:
-    """Join jobs until none came for ``spins`` yields; returns the last chunk count word seen."""
-    while atomic_load(base + 8 * STOP) == 0:
-        if not spin_while_equal(base + 8 * CHUNKS, seen, spins):
-            return seen
-        seen = atomic_load(base + 8 * CHUNKS)
+def _help(job: Any, base: int, call: int, sleeping: int, spins: int) -> None:
+    """Join the jobs that change word ``call``: spin for it, then sleep, until told to stop."""
+    seen = 0
+    while True:
+        if not spin_while_equal(base + 8 * call, seen, spins):
+            atomic_add(base + 8 * sleeping, 1)
+            while atomic_load(base + 8 * call) == seen and atomic_load(base + 8 * STOP) == 0:
+                futex_wait(base + 8 * call, seen)
+            atomic_add(base + 8 * sleeping, -1)
+        if atomic_load(base + 8 * STOP) != 0:
+            return
+        seen = atomic_load(base + 8 * call)
         work(job, base)
-    return seen
 
 
 @numba.njit(nogil=True, cache=True)
-def _announce(base: int, delta: int) -> None:
-    atomic_add(base + 8 * SLEEPING, delta)
+def _dismiss(base: int) -> None:
+    """Ask all helpers to leave."""
+    atomic_store(base + 8 * STOP, 1)
+    for call in (CALL, RESERVE_CALL):
+        atomic_add(base + 8 * call, 1)
+        futex_wake(base + 8 * call, 1 << 30)
 
 
 class Team:
@@ -105,16 +125,13 @@ class Team:
         self._job = np.zeros(JOB_WORDS, dtype=np.int64)
         self._base = int(self._job.ctypes.data)
         self._epoch = 0
-        self._wake = threading.Semaphore(0)
-        self._wake_reserve = threading.Semaphore(0) if reserve else None
+        self._has_reserve = reserve
         spinning = max(0, threads - 1 - int(reserve))
+        roles = [(CALL, SLEEPING, _HELPER_SPINS)] * spinning
+        roles += [(RESERVE_CALL, RESERVE_SLEEPING, 0)] * int(reserve)
         self._helpers = [
-            threading.Thread(target=self._helper, name=f"gelo-gemm-{i}", daemon=True) for i in range(spinning)
+            threading.Thread(target=_help, args=(self._job, self._base, *role), daemon=True) for role in roles
         ]
-        if reserve:
-            self._helpers.append(
-                threading.Thread(target=self._reserve, name="gelo-gemm-reserve", daemon=True)
-            )
         for helper in self._helpers:
             helper.start()
 
@@ -136,40 +153,17 @@ class Team:
         chunk = -(-chunk // 8) * 8 if panels >= 32 * self.size else chunk
         if kernel:
             chunk = -(-chunk // 4) * 4
-        sleeping = _lead(
+        reserve = self._has_reserve and _single_thread_seconds(rows, depth, panels) > _RESERVE_SECONDS
+        _lead(
             self._job, self._base, self._epoch, operand, operand_stride, weight, depth, out,
-            out_stride, rows, panels, chunk, kernel,
+            out_stride, rows, panels, chunk, kernel, reserve,
         )  # fmt: skip
-        if sleeping:
-            self._wake.release(sleeping)
-        if self._wake_reserve is not None and _single_thread_seconds(rows, depth, panels) > _RESERVE_SECONDS:
-            self._wake_reserve.release()
-        _finish(self._job, self._base)
 
     def close(self) -> None:
         """Stop the helpers."""
-        store_word(self._base + 8 * STOP, 1)
-        for _ in self._helpers:
-            self._wake.release()
-        if self._wake_reserve is not None:
-            self._wake_reserve.release()
+        _dismiss(self._base)
         for helper in self._helpers:
             helper.join()
-
-    def _helper(self) -> None:
-        seen = 0
-        while not self._job[STOP]:
-            seen = _help(self._job, self._base, seen, _HELPER_SPINS)
-            _announce(self._base, 1)
-            # A job published between the last look and the announcement is done by the
-            # others; this helper only joins the next one.
-            self._wake.acquire()
-            _announce(self._base, -1)
-
-    def _reserve(self) -> None:
-        wake = self._wake_reserve
-        while wake is not None and wake.acquire() and not self._job[STOP]:
-            work(self._job, self._base)
 
 
 def _single_thread_seconds(rows: int, depth: int, panels: int) -> float:
