@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from gelo_cli.client import Timing, stream
-from gelo_cli.processes import started
-from gelo_cli.up import serve_arguments
 from prometheus_client.parser import text_string_to_metric_families
-from tee_runner.models import load_model, resolve_model
 
 from attestation import UNPINNED, UnsafeAllowSimulated
 from attestation.client import connect
 from bench import report
+from gelo_cli.client import Timing, stream
+from gelo_cli.processes import started
+from gelo_cli.up import serve_arguments
+from tee_runner.models import load_model, resolve_model
 
 MODEL = "smollm2-135m-instruct"
 SCHEMES = ("plain", "gelo-haar", "gelo-hd3")

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
-from tee_runner.models.progress import Progress as StageProgress
 
 from attestation.errors import AttestationError
+from tee_runner.models.progress import Progress as StageProgress
 
 out = Console()
 err = Console(stderr=True)

@@ -62,28 +62,32 @@ def request_body(prompt: str, *, system: str | None = None, raw: bool = False) -
 
 
 def ask(url: str, policy: Any, body: dict[str, Any], *, quiet: bool) -> Any:
-    """Verify, show the verdict, stream the answer; returns the timing."""
+    """Verify, show the verdict, stream the answer over the same connection; returns the timing."""
     import httpx
 
-    from attestation.client import connect
-    from attestation.client import verify as verify_service
+    from attestation.client import RaTlsTransport
     from gelo_cli.client import Timing, stream
     from gelo_cli.console import CliError
     from gelo_cli.policies import verdict_table
 
     timing = Timing()
+    transport = RaTlsTransport(policy)
     try:
-        verdict = verify_service(url, policy)
-        if not quiet:
-            err.print(verdict_table(verdict))
-            err.print()
-        elif verdict.simulated:
-            err.print("[bold yellow]SIMULATED evidence: proves nothing[/]")
-        with connect(url, policy) as client:
+        with httpx.Client(base_url=url, transport=transport) as client:
+            # Connects and verifies; nothing of the prompt is in this request.
+            client.get("/health")
+            verdict = transport.verdict
+            if verdict is None:
+                raise CliError("The connection was made without a verdict.")
+            if not quiet:
+                err.print(verdict_table(verdict))
+                err.print()
             for piece in stream(client, body, timing):
                 out.file.write(piece)
                 out.file.flush()
         out.file.write("\n")
+    except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
+        raise CliError(f"{url} is not an https:// address.") from error
     except httpx.HTTPError as error:
         raise CliError(
             f"{url} cannot be reached ({type(error).__name__}).", remedy="Is `gelo serve` running there?"

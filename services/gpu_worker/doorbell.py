@@ -19,7 +19,6 @@ from gelo.slab import (
     Slab,
     SlabError,
 )
-
 from gpu_worker.session import Session, Sessions, fits
 
 log = logging.getLogger(__name__)

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import grpc
 import numpy as np
-from gelo.header import HeaderError, OffloadHeader, Status
-from gelo.v1 import worker_pb2, worker_pb2_grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from gelo.header import HeaderError, OffloadHeader, Status
+from gelo.v1 import worker_pb2, worker_pb2_grpc
 from gpu_worker.doorbell import DoorbellServer
 from gpu_worker.engines.base import Engine, EngineError
 from gpu_worker.session import Session, Sessions, fits

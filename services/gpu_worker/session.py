@@ -8,9 +8,9 @@ import time
 from dataclasses import dataclass, field
 
 import numpy as np
-from gelo.header import OffloadHeader, Status
 from numpy.typing import NDArray
 
+from gelo.header import OffloadHeader, Status
 from gpu_worker.engines.base import Engine, EngineError, LoadedWeight
 from gpu_worker.weights import WeightStore
 

@@ -9,8 +9,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 import numpy as np
-from gelo.header import MAX_DIMENSION
 
+from gelo.header import MAX_DIMENSION
 from gpu_worker.engines.base import Engine, LoadedWeight
 
 MAX_WEIGHT_BYTES = 1 << 33

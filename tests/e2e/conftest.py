@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from tee_runner.models import LoadedModel, load_model
 
 from .processes import WorkerProcess, start_worker

@@ -14,6 +14,8 @@ from typing import Any, BinaryIO
 
 import grpc
 import numpy as np
+from numpy.typing import NDArray
+
 from gelo.header import OffloadHeader, Status
 from gelo.slab import CONTROL_BYTES, Doorbell, Slab
 from gelo.v1 import worker_pb2
@@ -21,8 +23,6 @@ from gpu_worker import doorbell as doorbell_module
 from gpu_worker import server as server_module
 from gpu_worker.engines import create_engine
 from gpu_worker.session import Session, Sessions
-from numpy.typing import NDArray
-
 from tests.e2e.recording import write_record
 
 

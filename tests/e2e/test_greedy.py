@@ -31,13 +31,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
 from tee_runner.decoder.forward import Decoder, RaggedBatch
 from tee_runner.models import LoadedModel
 from tee_runner.models.pull import fetch_gguf
 from tee_runner.models.registry import DEFAULT_MODEL, KNOWN_MODELS
 from tee_runner.protection.base import Float32, ForwardSession
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from .conftest import chat
 from .processes import WorkerProcess, start_worker

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from tee_runner.decoder.forward import Decoder, RaggedBatch
 from tee_runner.models import LoadedModel
 from tee_runner.protection.base import Float32, ForwardSession, Linear, Protection

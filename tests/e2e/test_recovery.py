@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+
 from tee_runner.errors import WorkerUnavailableError
 from tee_runner.models import LoadedModel
 from tee_runner.worker.client import TransportName

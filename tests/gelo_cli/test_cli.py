@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from gelo_cli.processes import started
 from gelo_cli.up import serve_arguments
 

@@ -10,10 +10,11 @@ from hashlib import sha256
 import grpc
 import numpy as np
 import pytest
+from numpy.typing import NDArray
+
 from gelo.v1 import worker_pb2, worker_pb2_grpc
 from gpu_worker.engines.base import Engine, EngineError, EngineInfo, LoadedWeight
 from gpu_worker.server import RunningWorker, WorkerSettings, start
-from numpy.typing import NDArray
 
 HANG_GUARD_S = 30.0
 

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
+
 from gpu_worker.engines import amx
 from gpu_worker.engines.cpu import CpuEngine
-from numpy.typing import NDArray
 
 Halves = NDArray[np.float16]
 

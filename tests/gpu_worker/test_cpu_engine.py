@@ -15,12 +15,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from gpu_worker.engines import create_engine
-from gpu_worker.engines.base import EngineError, LoadedWeight
-from gpu_worker.engines.cpu import CpuEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+
+from gpu_worker.engines import create_engine
+from gpu_worker.engines.base import EngineError, LoadedWeight
+from gpu_worker.engines.cpu import CpuEngine
 
 UNIT = 2.0**-24
 ALL_ROWS = (*range(1, 41), 47, 64, 97, 100, 128, 131, 200, 255, 257, 300)

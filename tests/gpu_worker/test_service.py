@@ -11,15 +11,15 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from gelo.header import OffloadHeader, Status
-from gelo.slab import AttachMessage, Doorbell, DoorbellClosedError, Slab, SlabSizes
-from gelo.v1 import worker_pb2, worker_pb2_grpc
-from gpu_worker.server import MAX_MESSAGE_BYTES, MAX_WEIGHTS, WorkerSettings, start
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from gelo.header import OffloadHeader, Status
+from gelo.slab import AttachMessage, Doorbell, DoorbellClosedError, Slab, SlabSizes
+from gelo.v1 import worker_pb2, worker_pb2_grpc
+from gpu_worker.server import MAX_MESSAGE_BYTES, MAX_WEIGHTS, WorkerSettings, start
 from tests.e2e.processes import WorkerProcess, start_worker
 
 from .conftest import HANG_GUARD_S, NumpyEngine, Service, StartService, Weight, make_weight

@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+
 from gelo.header import OffloadHeader, Status
 from gpu_worker import session as session_module
 from gpu_worker.session import Sessions, fits

@@ -8,11 +8,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from gelo.header import MAX_DIMENSION
 from gpu_worker.engines.base import EngineError
 from gpu_worker.weights import UploadError, WeightStore, weight_key
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from .conftest import NumpyEngine, Weight, make_weight
 

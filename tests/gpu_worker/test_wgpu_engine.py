@@ -18,6 +18,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
 from gpu_worker.engines import wgpu as engine_module
 from gpu_worker.engines.base import EngineError, LoadedWeight
 from gpu_worker.engines.wgpu import WgpuEngine, hardware_gpu_available, list_adapters, pick_adapter
@@ -25,9 +29,6 @@ from gpu_worker.engines.wgpu_device import AdapterSummary, choose_adapter, open_
 from gpu_worker.engines.wgpu_plan import PlanLimits, choose_splits, plan_gemm, plan_slabs, rows_per_chunk
 from gpu_worker.engines.wgpu_staging import grown_size
 from gpu_worker.kernels.gemm import SkinnyKernel, TiledKernel
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 RELATIVE_ERROR = 1e-5
 ROWS = (1, 2, 9, 15, 16, 17, 31, 64, 130)

@@ -7,8 +7,9 @@ from typing import Any
 import numba
 import numpy as np
 import pytest
-from gelo.f16 import float_to_half, half_to_float
 from numpy.typing import NDArray
+
+from gelo.f16 import float_to_half, half_to_float
 
 ALL_HALVES = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
 

@@ -6,9 +6,10 @@ import contextlib
 import struct
 
 import pytest
-from gelo.header import HEADER_BYTES, MAX_DIMENSION, MAX_ROWS, HeaderError, OffloadHeader, Status
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from gelo.header import HEADER_BYTES, MAX_DIMENSION, MAX_ROWS, HeaderError, OffloadHeader, Status
 
 GOOD = OffloadHeader(
     sequence=7, weight_id=3, rows=5, d_in=576, d_out=960, operand_offset=4096, result_offset=1 << 20,

@@ -16,6 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from gelo.header import OffloadHeader
 from gelo.slab import (
     ATTACH_BYTES,
@@ -29,8 +32,6 @@ from gelo.slab import (
     SlabError,
     SlabSizes,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 HANG_GUARD_S = 60.0

@@ -24,12 +24,12 @@ from typing import Any
 
 import numba
 import numpy as np
-from gelo.atomics import atomic_load
-from gelo.f16 import half_to_float
 from numba import types
 from numba.core.registry import cpu_target
 from numpy.typing import NDArray
 
+from gelo.atomics import atomic_load
+from gelo.f16 import half_to_float
 from gpu_worker.engines.amx_tiles import (
     BLOCK_STEPS,
     PANELS,

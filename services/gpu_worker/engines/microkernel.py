@@ -12,12 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 import numba
-from gelo.atomics import atomic_add, atomic_load
-from gelo.f16 import half_to_float
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from gelo.atomics import atomic_add, atomic_load
+from gelo.f16 import half_to_float
 
 LANES = 16
 # Bytes ahead of the current weight that are prefetched: hides DRAM latency at 5-10 GB/s a core.

@@ -17,6 +17,7 @@ from typing import Any
 
 import numba
 import numpy as np
+
 from gelo.atomics import (
     atomic_add,
     atomic_load,
@@ -26,7 +27,6 @@ from gelo.atomics import (
     spin_while_equal,
     yield_cpu,
 )
-
 from gpu_worker.engines.microkernel import (
     CALL,
     CHUNK,

@@ -19,6 +19,7 @@ from tee_runner.api.app import create_app
 from tee_runner.api.metrics import serve_metrics
 from tee_runner.engine.runtime import Progress, Runtime, RuntimeOptions
 from tee_runner.engine.scheduler import Scheduler
+from tee_runner.engine.warm_up import warm_up
 from tee_runner.models.loader import LoadedModel
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ def serve(
     scheduler = Scheduler(runtime, queue_limit=options.queue_limit)
     try:
         runtime.connect(progress)
+        warm_up(runtime, progress)
         if runtime.scheme.warning:
             log.warning("%s", runtime.scheme.warning)
         identity = ServerIdentity(provider or SimulatedPsp(), statement_for(runtime))

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from gelo.slab import SlabSizes
 
+from gelo.slab import SlabSizes
 from tee_runner.decoder.forward import Decoder, LinearHandles, RaggedBatch
 from tee_runner.decoder.kv_cache import KvCache, KvDtype
 from tee_runner.errors import WorkerError
@@ -125,6 +125,12 @@ class Runtime:
         if self._protection is not None:
             _add(total, self._protection.transport.stats)
         return total
+
+    def reset_stats(self) -> None:
+        """Start the totals afresh."""
+        self._finished = WireStats()
+        if self._protection is not None:
+            self._protection.transport.stats = WireStats()
 
     def idle(self) -> bool:
         """Let the scheme work ahead; False when there is nothing to do."""

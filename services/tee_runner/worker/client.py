@@ -12,10 +12,10 @@ from typing import Literal
 
 import grpc
 import numpy as np
-from gelo.slab import SlabSizes
-from gelo.v1 import worker_pb2, worker_pb2_grpc
 from numpy.typing import NDArray
 
+from gelo.slab import SlabSizes
+from gelo.v1 import worker_pb2, worker_pb2_grpc
 from tee_runner.errors import WorkerUnavailableError
 from tee_runner.worker.inline_transport import InlineTransport, worker_error
 from tee_runner.worker.slab_transport import SlabTransport

@@ -10,10 +10,10 @@ from typing import Any
 
 import grpc
 import numpy as np
-from gelo.header import OffloadHeader
-from gelo.v1 import worker_pb2, worker_pb2_grpc
 from numpy.typing import NDArray
 
+from gelo.header import OffloadHeader
+from gelo.v1 import worker_pb2, worker_pb2_grpc
 from tee_runner.errors import WorkerError, WorkerProtocolError, WorkerUnavailableError
 from tee_runner.worker.transport import Transport, check_answer
 

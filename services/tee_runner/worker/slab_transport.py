@@ -7,6 +7,8 @@ import socket
 import time
 
 import numpy as np
+from numpy.typing import NDArray
+
 from gelo.header import OffloadHeader
 from gelo.slab import (
     AttachMessage,
@@ -17,8 +19,6 @@ from gelo.slab import (
     SlabError,
     SlabSizes,
 )
-from numpy.typing import NDArray
-
 from tee_runner.errors import CapacityError, WorkerUnavailableError
 from tee_runner.worker.transport import Transport, check_answer
 

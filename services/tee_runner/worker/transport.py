@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from gelo.header import HeaderError, OffloadHeader, Status
 from numpy.typing import NDArray
 
+from gelo.header import HeaderError, OffloadHeader, Status
 from tee_runner.errors import WorkerError, WorkerProtocolError
 
 

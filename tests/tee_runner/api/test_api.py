@@ -12,6 +12,10 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+
+from attestation.ratls import ServerIdentity
+from attestation.simulated import SimulatedPsp
+from attestation.statement import Statement
 from tee_runner.api.app import create_app
 from tee_runner.api.body_limit import MAX_BODY_BYTES
 from tee_runner.api.metrics import EngineCollector
@@ -19,10 +23,6 @@ from tee_runner.engine.scheduler import EngineStats
 from tee_runner.engine.sequence import Event, FinishEvent, GenerationRequest, TokenEvent
 from tee_runner.errors import CapacityError, GeloError, WorkerUnavailableError
 from tee_runner.worker.transport import WireStats
-
-from attestation.ratls import ServerIdentity
-from attestation.simulated import SimulatedPsp
-from attestation.statement import Statement
 
 
 class FakeTokenizer:

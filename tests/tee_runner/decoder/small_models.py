@@ -10,10 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tee_runner.decoder.forward import Decoder, LinearHandles, RaggedBatch
-from tee_runner.decoder.kv_cache import KvCache, KvDtype
-from tee_runner.models import LoadedModel, load_model
-from tee_runner.protection.base import ForwardSession, Linear, Protection
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -26,6 +22,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from tee_runner.decoder.forward import Decoder, LinearHandles, RaggedBatch
+from tee_runner.decoder.kv_cache import KvCache, KvDtype
+from tee_runner.models import LoadedModel, load_model
+from tee_runner.protection.base import ForwardSession, Linear, Protection
 from tests.tee_runner.protection.doubles import ExactTransport, Float32, protect
 
 VOCAB, MAX_LEN = 300, 192

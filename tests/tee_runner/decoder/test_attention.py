@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tee_runner.decoder.attention import KEY_BLOCK, attention, attention_parallel, query_block
 
+from tee_runner.decoder.attention import KEY_BLOCK, attention, attention_parallel, query_block
 from tests.tee_runner.protection.doubles import SINGLE_ROUNDING, Float32, Float64
 
 

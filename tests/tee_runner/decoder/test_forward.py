@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+
 from tee_runner.decoder.forward import Decoder
 from tee_runner.decoder.kv_cache import KvCache
 from tee_runner.errors import CapacityError, InvalidRequestError, WorkerProtocolError
@@ -13,7 +14,6 @@ from tee_runner.protection.base import ForwardSession
 from tee_runner.protection.gelo.haar import Haar
 from tee_runner.protection.gelo.hd3 import Hd3
 from tee_runner.protection.plain import Plain
-
 from tests.tee_runner.protection.doubles import Float32
 
 from .small_models import FAMILIES, MAX_LEN, VOCAB, SmallModel, batch_of, distance, tokens_of

@@ -10,9 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tee_runner.decoder import kernels
-from tee_runner.decoder.config import LinearRopeScaling, Llama3RopeScaling, RopeConfig
-from tee_runner.decoder.rope import inverse_frequencies, rope_tables
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
     LlamaRMSNorm,
@@ -20,6 +17,9 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
+from tee_runner.decoder import kernels
+from tee_runner.decoder.config import LinearRopeScaling, Llama3RopeScaling, RopeConfig
+from tee_runner.decoder.rope import inverse_frequencies, rope_tables
 from tests.tee_runner.protection.doubles import SINGLE_ROUNDING, Float32, Float64
 
 EPSILON = np.float32(1e-5)

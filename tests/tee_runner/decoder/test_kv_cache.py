@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from tee_runner.decoder.config import DecoderConfig, RopeConfig
 from tee_runner.decoder.kv_cache import KvCache, KvDtype
 from tee_runner.errors import CapacityError

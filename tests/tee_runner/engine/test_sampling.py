@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+
 from tee_runner.engine.sampling import MAX_TOP_K, Sampler, SamplingParams
 from tee_runner.errors import InvalidRequestError
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tee_runner.decoder.config import DecoderConfig, RopeConfig
 from tee_runner.decoder.forward import RaggedBatch
 from tee_runner.decoder.kv_cache import KvCache

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+
 from tee_runner.engine.sequence import Event, FinishEvent, GenerationRequest, Sequence, TokenEvent
 
 EOS = 99

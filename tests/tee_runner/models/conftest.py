@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tee_runner.models.pull import fetch_gguf
-from tee_runner.models.registry import DEFAULT_MODEL, KNOWN_MODELS
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -21,6 +19,9 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from tee_runner.models.pull import fetch_gguf
+from tee_runner.models.registry import DEFAULT_MODEL, KNOWN_MODELS
 
 SPECIALS = ["<|im_start|>", "<|im_end|>"]
 MERGES = [("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("i", "n")]

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
+
 from tee_runner.errors import InvalidRequestError, ModelError
 from tee_runner.models import Tokenizer
 from tee_runner.models.chat_template import MAX_RENDERED_CHARS, ChatTemplate, validate_messages
-from transformers import AutoTokenizer
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from .conftest import small_tokenizer
 

@@ -15,6 +15,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+
 from tee_runner.errors import InvalidRequestError, ModelError, UnsupportedModelError
 from tee_runner.models import load_model
 from tee_runner.models.checkpoint import Checkpoint, parse_index

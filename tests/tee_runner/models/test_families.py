@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig
+
 from tee_runner.decoder.config import LinearRopeScaling, Llama3RopeScaling
 from tee_runner.errors import ModelError, UnsupportedModelError
 from tee_runner.models import parse_config
-from transformers import AutoConfig
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

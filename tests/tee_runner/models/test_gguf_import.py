@@ -15,11 +15,12 @@ from gguf import GGUFReader, dequantize
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
 from tee_runner.errors import ModelError, UnsupportedModelError
 from tee_runner.models import Tokenizer, import_gguf, load_model
 from tee_runner.models.gguf_file import GgufFile
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from .conftest import MERGES, SPECIALS, VOCAB, small_model
 from .gguf_files import metadata_of, tensors_of, write

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
 from tee_runner.errors import ModelError
 from tee_runner.models import load_model, model_identity
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+
 from tee_runner.errors import ModelError
 from tee_runner.models import DEFAULT_MODEL, KNOWN_MODELS, list_models, model_identity, pull, resolve_model
 from tee_runner.models.pull import fetch_gguf

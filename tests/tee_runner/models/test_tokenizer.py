@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+from transformers import AutoTokenizer
+
 from tee_runner.errors import InvalidRequestError, ModelError, UnsupportedModelError
 from tee_runner.models import Tokenizer
 from tee_runner.models.gguf_metadata import GgufMetadata
 from tee_runner.models.gguf_tokenizer import build_tokenizer
-from tokenizers import Tokenizer as HfTokenizer
-from tokenizers import decoders, models, normalizers, pre_tokenizers
-from transformers import AutoTokenizer
 
 from .conftest import MERGES, SPECIALS, VOCAB, small_tokenizer
 

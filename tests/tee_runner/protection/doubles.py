@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import hadamard
+
 from tee_runner.protection.base import ForwardSession, Linear, Protection
 from tee_runner.protection.gelo.base import GeloProtection, Mask
 from tee_runner.protection.gelo.haar import Haar, HaarMask

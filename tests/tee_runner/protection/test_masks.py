@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 from scipy.linalg import hadamard
+
 from tee_runner.protection.gaussian import standard_normals
 from tee_runner.protection.gelo.base import SHIELD_ROWS, GeloProtection, Mask, operand_scale
 from tee_runner.protection.gelo.haar import Haar, haar_matrix

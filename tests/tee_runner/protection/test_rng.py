@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
+
 from tee_runner.protection.gaussian import _pairs, fill_normals, standard_normals
 from tee_runner.protection.rng import KEY_BYTES, SecretKey, SecretStream
 

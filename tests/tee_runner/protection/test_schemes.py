@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tee_runner.errors import InvalidRequestError, WorkerError, WorkerProtocolError
 from tee_runner.protection.base import OPERAND_LIMIT, Linear, Protection, Scratch
 from tee_runner.protection.gelo.base import (

@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+
 from tee_runner.protection.gelo.shield import _MAX_STOCK, ShieldStock
 
 from .doubles import Float32, key_of

@@ -8,6 +8,7 @@ import numba
 import numpy as np
 import pytest
 from scipy.linalg import hadamard
+
 from tee_runner.vector import (
     _log,
     bits_from_float,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from gelo.slab import SlabSizes
 from numpy.typing import NDArray
+
+from gelo.slab import SlabSizes
 from tee_runner.worker.client import RemoteWeight, weight_digest
 
 HANG_GUARD_S = 30.0

@@ -16,10 +16,11 @@ from typing import Literal, NoReturn
 
 import grpc
 import numpy as np
+from numpy.typing import NDArray
+
 from gelo.header import OffloadHeader, Status
 from gelo.slab import ATTACH_BYTES, AttachMessage, Doorbell, DoorbellClosedError, Slab
 from gelo.v1 import worker_pb2, worker_pb2_grpc
-from numpy.typing import NDArray
 
 AnswerFault = Literal[
     "none", "later sequence", "earlier sequence", "fewer rows", "more rows", "other weight", "other d_in",

@@ -11,6 +11,7 @@ from typing import get_args
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+
 from tee_runner.errors import WorkerError, WorkerProtocolError, WorkerUnavailableError
 from tee_runner.protection.base import Linear
 from tee_runner.protection.schemes import scheme

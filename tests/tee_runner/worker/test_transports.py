@@ -8,19 +8,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gpu_worker.engines import create_engine
-from gpu_worker.server import WorkerSettings
-from gpu_worker.server import start as start_server
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+
+from gpu_worker.engines import create_engine
+from gpu_worker.server import WorkerSettings
+from gpu_worker.server import start as start_server
 from tee_runner.errors import CapacityError, WorkerError, WorkerProtocolError, WorkerUnavailableError
 from tee_runner.worker import client as client_module
 from tee_runner.worker.client import RemoteWeight, TransportName, WorkerClient
 from tee_runner.worker.inline_transport import InlineTransport
 from tee_runner.worker.slab_transport import SlabTransport
 from tee_runner.worker.transport import Transport
-
 from tests.e2e.processes import WorkerProcess, start_worker
 
 from .conftest import HANG_GUARD_S, SIZES, integers, remote

@@ -16,8 +16,8 @@ from typing import Any
 
 import numba
 import numpy as np
-from gelo.f16 import float_to_half
 
+from gelo.f16 import float_to_half
 from tee_runner.vector import bits_from_float, matmul_add, walsh_hadamard
 
 # Floats of a tile: 64 Ki, 256 KiB, an eighth of the L2 of current server cores.

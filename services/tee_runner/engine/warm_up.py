@@ -1,0 +1,33 @@
+"""Runs every kernel once before the first request: compiled on the first start, loaded later."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tee_runner.decoder.forward import RaggedBatch
+from tee_runner.engine.runtime import Progress, Runtime
+
+# Prompt lengths on both sides of the kernels' serial and parallel forms, then one decode step.
+_PROMPTS = (2, 120)
+
+
+def warm_up(runtime: Runtime, progress: Progress | None = None) -> None:
+    """A prefill of each kind and a decode step on token 0.
+
+    Raises:
+        WorkerError: the worker failed.
+    """
+    stages = len(_PROMPTS) + 1
+    for done, rows in enumerate(_PROMPTS):
+        slot = runtime.cache.take()
+        try:
+            for count in (min(rows, runtime.max_len - 1), 1):
+                tokens = np.zeros(count, dtype=np.int64)
+                runtime.forward(RaggedBatch(tokens=tokens, slots=[slot], counts=[count], sampled=[1]))
+        finally:
+            runtime.cache.release(slot)
+        if progress is not None:
+            progress("compile kernels", done + 1, stages)
+    runtime.reset_stats()
+    if progress is not None:
+        progress("compile kernels", stages, stages)
