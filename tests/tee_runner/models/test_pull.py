@@ -191,7 +191,10 @@ def test_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
         pull(DEFAULT_MODEL)
 
 
-def test_unknown_names(cache: Path) -> None:
+def test_unknown_names(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = tmp_path / "empty" / "inner"
+    inner.mkdir(parents=True)
+    monkeypatch.chdir(inner)  # so that no relative reference happens to exist
     with pytest.raises(ModelError, match="no known model"):
         pull("gpt-5")
     for reference in ("gpt-5", "../x", "a/b/c", "-/x", "org/na me", "org/.hidden"):
