@@ -23,7 +23,7 @@ from attestation.verify import GenuineReport
 
 MEASUREMENT_SIZE = 48
 
-DEFAULT_PROTECTION: Final = frozenset({"gelo-haar", "gelo-hd3", "lpn"})
+DEFAULT_PROTECTION: Final = frozenset({"gelo-haar", "gelo-hd3", "gelo-dct4", "gelo-auto", "lpn"})
 """Schemes that hide the operands from the worker. ``plain`` does not and is not here."""
 
 REPORT_VERSIONS: Final = frozenset({3, 5})

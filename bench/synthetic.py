@@ -39,7 +39,9 @@ def random_model(config: DecoderConfig, *, seed: int = 0) -> LoadedModel:
     generator = np.random.default_rng(seed)
 
     def linear(name: str, d_in: int, d_out: int) -> LinearSpec:
-        weight = (generator.standard_normal((d_out, d_in), dtype=np.float32) / np.sqrt(d_in)).astype(np.float16)
+        weight = (generator.standard_normal((d_out, d_in), dtype=np.float32) / np.sqrt(d_in)).astype(
+            np.float16
+        )
         return LinearSpec(name=name, d_in=d_in, d_out=d_out, load=lambda: weight)
 
     ones = np.ones(config.hidden_size, dtype=np.float32)

@@ -39,6 +39,8 @@ class ProtectionChoice(StrEnum):
     PLAIN = "plain"
     HAAR = "gelo-haar"
     HD3 = "gelo-hd3"
+    DCT4 = "gelo-dct4"
+    AUTO = "gelo-auto"
 
 
 ModelOption = Annotated[
@@ -57,6 +59,9 @@ TransportOption = Annotated[
 KvOption = Annotated[KvChoice, typer.Option("--kv-dtype", help="Element type of the KV cache.")]
 MaxLenOption = Annotated[
     int, typer.Option(help="Prompt plus answer, in tokens. 0: the model's limit, at most 4096.", min=0)
+]
+IntegrityOption = Annotated[
+    bool, typer.Option(help="Check that each of the worker's results is the product it was asked for.")
 ]
 LogOption = Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")]
 ReadyOption = Annotated[int | None, typer.Option(READY_FD_OPTION, hidden=True)]

@@ -12,6 +12,7 @@ from gelo_cli.console import CliError, out, progress_bars, reported_errors, set_
 from gelo_cli.options import (
     EngineChoice,
     EngineOption,
+    IntegrityOption,
     MaxLenOption,
     ModelOption,
     ProtectionChoice,
@@ -31,6 +32,7 @@ def score(
     engine: EngineOption = EngineChoice.CPU,
     transport: TransportOption = TransportChoice.AUTO,
     max_len: MaxLenOption = 0,
+    integrity: IntegrityOption = True,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object, floats in full precision.")
     ] = False,
@@ -44,6 +46,7 @@ def score(
         from tee_runner.engine.runtime import Runtime, RuntimeOptions
         from tee_runner.engine.score import score as score_tokens
         from tee_runner.models import load_model, resolve_model
+        from tee_runner.protection.integrity import DEFAULT_PROBES
 
         content = _read(text)
         with progress_bars() as progress:
@@ -64,6 +67,7 @@ def score(
                     protection=protection.value,
                     transport=transport.value,
                     max_sequences=1,
+                    integrity_probes=DEFAULT_PROBES if integrity else 0,
                     max_len=max_len or loaded.config.max_position_embeddings,
                 )
                 runtime = Runtime(loaded, options, progress)

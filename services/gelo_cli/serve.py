@@ -8,6 +8,7 @@ import typer
 
 from gelo_cli.console import err, progress_bars, reported_errors, set_up_logging
 from gelo_cli.options import (
+    IntegrityOption,
     KvChoice,
     KvOption,
     LogOption,
@@ -35,6 +36,7 @@ def serve(
     max_sequences: Annotated[int, typer.Option(help="Sequences served at once.", min=1, max=256)] = 8,
     max_len: MaxLenOption = 0,
     kv_dtype: KvOption = KvChoice.FLOAT32,
+    integrity: IntegrityOption = True,
     worker_timeout: Annotated[
         float, typer.Option(help="Seconds to wait for one matrix product.", min=1)
     ] = 60.0,
@@ -52,6 +54,7 @@ def serve(
         from tee_runner.engine.runtime import RuntimeOptions
         from tee_runner.hardening import forbid_memory_dumps
         from tee_runner.models import load_model, resolve_model
+        from tee_runner.protection.integrity import DEFAULT_PROBES
 
         forbid_memory_dumps()
 
@@ -71,6 +74,7 @@ def serve(
             max_len=max_len,
             kv_dtype=kv_dtype.value,
             worker_timeout=worker_timeout,
+            integrity_probes=DEFAULT_PROBES if integrity else 0,
         )
         listen = ServeOptions(host=host, port=port, metrics_port=metrics_port)
         with progress_bars() as progress:

@@ -71,3 +71,9 @@ class WorkerProtocolError(WorkerError):
     """The worker answered with bytes that are not what the protocol allows."""
 
     code = "worker_protocol"
+
+
+class IntegrityError(WorkerError):
+    """A result is not the product it was asked for. Nothing of it was used."""
+
+    code = "integrity_failed"

@@ -171,7 +171,10 @@ def test_the_plain_scheme_is_refused_unless_named(
 ) -> None:
     with serve(ServerIdentity(psp, statement(protection="plain", protection_parameters={}))) as running:
         refused(
-            running.url, policy, PolicyRefusedError, "protection: expected one of gelo-haar, gelo-hd3, lpn"
+            running.url,
+            policy,
+            PolicyRefusedError,
+            "protection: expected one of gelo-auto, gelo-dct4",
         )
         assert running.app.paths == []
         baseline = UnsafeAllowSimulated.only(

@@ -130,7 +130,7 @@ def test_each_statement_mismatch_is_refused(
     assert refused_fields(genuine_report(psp), statement(**changes), policy) == [field]
 
 
-@pytest.mark.parametrize("scheme", ["gelo-haar", "gelo-hd3", "lpn"])
+@pytest.mark.parametrize("scheme", ["gelo-haar", "gelo-hd3", "gelo-dct4", "gelo-auto", "lpn"])
 def test_protecting_schemes_pass_by_default(
     psp: SimulatedPsp, statement: MakeStatement, policy: UnsafeAllowSimulated, scheme: str
 ) -> None:

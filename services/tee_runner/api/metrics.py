@@ -32,6 +32,11 @@ class EngineCollector(Collector):
             ("gelo_offloads", "Matrix products offloaded", wire.offloads),
             ("gelo_offload_seconds", "Time waiting for the worker", wire.exchange_ns / 1e9),
             ("gelo_worker_compute_seconds", "Engine time the worker reports", wire.worker_ns / 1e9),
+            (
+                "gelo_integrity_failures",
+                "Results that were not the product asked for",
+                self._scheduler.runtime.integrity_failures,
+            ),
             ("gelo_bytes_sent", "Protected bytes sent to the worker", wire.bytes_sent),
             ("gelo_bytes_received", "Result bytes from the worker", wire.bytes_received),
         )

@@ -51,7 +51,10 @@ def statement_for(runtime: Runtime) -> Statement:
     return Statement(
         model_identity=runtime.model.identity,
         protection=runtime.scheme.name,
-        protection_parameters=runtime.scheme.parameters(),
+        protection_parameters={
+            **runtime.scheme.parameters(),
+            "integrity_probes": runtime.options.integrity_probes,
+        },
         service=SERVICE_NAME,
         software_version=version("gelo-llm"),
     )

@@ -20,6 +20,9 @@ from tee_runner.vector import exp, float_from_bits, matmul_add
 KEY_BLOCK = 64
 # Stacked query rows of a task; with 64 keys and heads of 128 its buffers take about 100 KiB.
 _QUERY_ROWS = 64
+# Up to here (a decode step) keys and values are used where they lie: copying them into tiles
+# would cost more than it saves.
+_FEW_ROWS = 8
 _MINUS_INFINITY = np.float32(-np.inf)
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
@@ -58,6 +61,20 @@ def _load_values(values: Any, slot: int, first: int, count: int, offset: int, de
     for j in range(count):
         for d in range(depth):
             tile[j, d] = _widen(values[slot, first + j, offset + d])
+
+
+@numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "nsz"})
+def _dot(query: Any, key: Any) -> Any:
+    total = _ZERO
+    for d in range(query.shape[0]):
+        total += query[d] * _widen(key[d])
+    return total
+
+
+@numba.njit(nogil=True, cache=True, fastmath={"contract"})
+def _add_scaled(output: Any, value: Any, weight: Any) -> None:
+    for d in range(value.shape[0]):
+        output[d] += weight * _widen(value[d])
 
 
 @numba.njit(nogil=True, cache=True)
@@ -118,8 +135,9 @@ def _task(
         for g in range(group):
             start = (head * group + g) * depth
             q[i * group + g, :] = queries[row + i, start : start + depth]
-    key_tile = np.zeros((depth, KEY_BLOCK), np.float32)
-    value_tile = np.zeros((KEY_BLOCK, wide), np.float32)
+    few = rows <= _FEW_ROWS
+    key_tile = np.zeros((1 if few else depth, KEY_BLOCK), np.float32)
+    value_tile = np.zeros((1 if few else KEY_BLOCK, wide), np.float32)
     scores = np.empty((padded, KEY_BLOCK), np.float32)
     output = np.zeros((padded, wide), np.float32)
     maxima = np.full(padded, _MINUS_INFINITY, np.float32)
@@ -128,19 +146,31 @@ def _task(
     start = max(0, past + 1 - window) // KEY_BLOCK * KEY_BLOCK if window > 0 else 0
     for first in range(start, past + count, KEY_BLOCK):
         block = min(KEY_BLOCK, past + count - first)
-        _load_keys(keys, slot, first, block, offset, depth, key_tile)
-        scores[:] = _ZERO
-        matmul_add(
-            q.ctypes.data, depth, key_tile.ctypes.data, KEY_BLOCK, scores.ctypes.data, KEY_BLOCK,
-            padded, depth, KEY_BLOCK,
-        )  # fmt: skip
+        if few:
+            for j in range(block):
+                key = keys[slot, first + j, offset : offset + depth]
+                for r in range(rows):
+                    scores[r, j] = _dot(q[r], key)
+        else:
+            _load_keys(keys, slot, first, block, offset, depth, key_tile)
+            scores[:] = _ZERO
+            matmul_add(
+                q.ctypes.data, depth, key_tile.ctypes.data, KEY_BLOCK, scores.ctypes.data, KEY_BLOCK,
+                padded, depth, KEY_BLOCK,
+            )  # fmt: skip
         _softmax_block(scores, output, maxima, sums, rows, group, past, first, block, window)
-        scores[rows:, :] = _ZERO
-        _load_values(values, slot, first, block, offset, depth, value_tile)
-        matmul_add(
-            scores.ctypes.data, KEY_BLOCK, value_tile.ctypes.data, wide, output.ctypes.data, wide,
-            padded, block, wide,
-        )  # fmt: skip
+        if few:
+            for j in range(block):
+                value = values[slot, first + j, offset : offset + depth]
+                for r in range(rows):
+                    _add_scaled(output[r], value, scores[r, j])
+        else:
+            scores[rows:, :] = _ZERO
+            _load_values(values, slot, first, block, offset, depth, value_tile)
+            matmul_add(
+                scores.ctypes.data, KEY_BLOCK, value_tile.ctypes.data, wide, output.ctypes.data, wide,
+                padded, block, wide,
+            )  # fmt: skip
     for i in range(count):
         for g in range(group):
             r = i * group + g

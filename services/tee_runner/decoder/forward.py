@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from tee_runner.decoder.config import DecoderConfig
 from tee_runner.decoder.kv_cache import KvCache
 from tee_runner.decoder.rope import rope_tables
 from tee_runner.decoder.weights import DecoderWeights, LayerWeights
+from tee_runner.profile import Profile
 from tee_runner.protection.base import Float32, ForwardSession, Linear
 
 # Multiply-adds of attention below which one thread is done before others would have woken up.
@@ -57,12 +59,14 @@ class Decoder:
     """A model ready to run. Not thread-safe: buffers are reused between passes."""
 
     def __init__(
-        self, config: DecoderConfig, weights: DecoderWeights, linears: LinearHandles, *, max_len: int
-    ) -> None:
+        self, config: DecoderConfig, weights: DecoderWeights, linears: LinearHandles, *, max_len: int,
+        profile: Profile | None = None,
+    ) -> None:  # fmt: skip
         self.config = config
         self._weights = weights
         self._linears = linears
         self._cosines, self._sines = rope_tables(config.rope, config.head_dim, max_len)
+        self._profile = profile or Profile()
         self._buffers: dict[str, Float32] = {}
         self._epsilon = np.float32(config.rms_norm_eps)
         self._scale = np.float32(1.0 / math.sqrt(config.head_dim))
@@ -129,10 +133,12 @@ class Decoder:
         )  # fmt: skip
         attended = self._buffer("attended", n, config.q_dim)
         window = config.sliding_windows[index] if config.sliding_windows else None
+        begin = time.perf_counter_ns()
         attend(  # type: ignore[operator]
             queries, cache.keys[index], cache.values[index], attended, tasks,
             config.num_heads // config.num_kv_heads, config.head_dim, window or 0,
         )  # fmt: skip
+        self._profile.add("attention", time.perf_counter_ns() - begin)
         session.linear(o_weight, attended, batch.counts, delta)
         if layer.o_bias is not None:
             kernels.add_bias(delta, layer.o_bias)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from gelo.slab import SlabSizes
 from tee_runner.decoder.forward import Decoder, LinearHandles, RaggedBatch
 from tee_runner.decoder.kv_cache import KvCache, KvDtype
-from tee_runner.errors import WorkerError
+from tee_runner.errors import IntegrityError, WorkerError
 from tee_runner.models.loader import LoadedModel
-from tee_runner.protection.base import Float32, Linear, Protection
+from tee_runner.profile import Profile
+from tee_runner.protection.base import Float32, Linear, MaskOptions, Protection
+from tee_runner.protection.integrity import DEFAULT_PROBES, spectral_norm
 from tee_runner.protection.schemes import DEFAULT_SCHEME, scheme
 from tee_runner.worker.client import RemoteWeight, TransportName, WorkerClient, WorkerInfo, weight_digest
 from tee_runner.worker.transport import WireStats
@@ -33,6 +36,8 @@ class RuntimeOptions:
 
     ``step_rows`` bounds the prompt rows of one forward pass; 504 + 8 shield rows is a power of
     two. ``max_len`` bounds prompt plus answer, 0 for the model's own limit up to 4096.
+    ``integrity_probes`` is the number of secret projections that every result is checked against,
+    0 for no check.
     """
 
     worker: str
@@ -43,6 +48,8 @@ class RuntimeOptions:
     step_rows: int = 504
     kv_dtype: KvDtype = "float32"
     worker_timeout: float = 60.0
+    integrity_probes: int = DEFAULT_PROBES
+    masks: MaskOptions = field(default_factory=MaskOptions)
 
 
 class Runtime:
@@ -55,12 +62,12 @@ class Runtime:
         self.scheme = scheme(options.protection)
         limit = model.config.max_position_embeddings
         self.max_len = min(options.max_len, limit) if options.max_len else min(limit, 4096)
-        self._weights = _remote_weights(model, progress)
-        self._linears = tuple(
-            Linear(weight_id=i, name=w.name, d_in=w.d_in, d_out=w.d_out) for i, w in enumerate(self._weights)
-        )
+        self._weights, self._linears = _read_weights(model, progress, norms=options.integrity_probes > 0)
         handles = LinearHandles(handles=self._linears)
-        self._decoder = Decoder(model.config, model.weights, handles, max_len=self.max_len)
+        self.profile = Profile()
+        self._decoder = Decoder(
+            model.config, model.weights, handles, max_len=self.max_len, profile=self.profile
+        )
         self.cache = KvCache(
             model.config, slots=options.max_sequences, max_len=self.max_len, dtype=options.kv_dtype
         )
@@ -68,6 +75,8 @@ class Runtime:
         self._client = WorkerClient(options.worker, timeout=options.worker_timeout)
         self._protection: Protection | None = None
         self._finished = WireStats()
+        # Results that failed their check, over all sessions.
+        self.integrity_failures = 0
         self.worker_info: WorkerInfo | None = None
 
     @property
@@ -84,8 +93,13 @@ class Runtime:
         self.worker_info = self._client.info(wait=wait)
         sent = self._client.provision(self._weights, progress)
         transport = self._client.open_session(self._weights, self._slab_sizes(), self.options.transport)
-        protection = self.scheme(transport)
-        protection.provision(self._linears)
+        protection = self.scheme(transport, self.options.masks)
+        protection.profile = self.profile
+        try:
+            protection.provision(self._linears, probes=self.options.integrity_probes)
+        except BaseException:
+            protection.close()
+            raise
         self._protection = protection
         info = self.worker_info
         log.info("worker: engine %s on %s; uploaded %d MB", info.engine, info.adapter, sent // 1_000_000)
@@ -104,9 +118,16 @@ class Runtime:
         if protection is None:
             raise WorkerError("There is no worker session.")
         try:
+            begin, accounted = time.perf_counter_ns(), self.profile.total()
             with protection.forward_session() as session:
-                return self._decoder.forward(batch, self.cache, session)
-        except WorkerError:
+                logits = self._decoder.forward(batch, self.cache, session)
+            rest = time.perf_counter_ns() - begin - (self.profile.total() - accounted)
+            self.profile.add("norms/rope/act", max(0, rest))
+            return logits
+        except WorkerError as error:
+            if isinstance(error, IntegrityError):
+                self.integrity_failures += 1
+                log.error("integrity check failed: %s", error.message)
             self._disconnect()
             raise
 
@@ -128,6 +149,7 @@ class Runtime:
 
     def reset_stats(self) -> None:
         """Start the totals afresh."""
+        self.profile.reset()
         self._finished = WireStats()
         if self._protection is not None:
             self._protection.transport.stats = WireStats()
@@ -145,7 +167,7 @@ class Runtime:
         protection, self._protection = self._protection, None
         if protection is not None:
             _add(self._finished, protection.transport.stats)
-            protection.transport.close()
+            protection.close()
 
     def _slab_sizes(self) -> SlabSizes:
         *layers, head = self._linears
@@ -163,17 +185,32 @@ def _add(total: WireStats, part: WireStats) -> None:
     total.worker_ns += part.worker_ns
 
 
-def _remote_weights(model: LoadedModel, progress: Progress | None) -> tuple[RemoteWeight, ...]:
+def _read_weights(
+    model: LoadedModel, progress: Progress | None, *, norms: bool
+) -> tuple[tuple[RemoteWeight, ...], tuple[Linear, ...]]:
+    """One pass over the weights: what the worker must hold, and how the decoder names it."""
     specs = list(model.weights.linears())
     total = sum(spec.d_in * spec.d_out * 2 for spec in specs)
     done = 0
-    remote = []
-    for spec in specs:
-        digest = weight_digest(np.ascontiguousarray(spec.load()))
+    remote, linears = [], []
+    for weight_id, spec in enumerate(specs):
+        values = np.ascontiguousarray(spec.load())
         remote.append(
-            RemoteWeight(name=spec.name, d_in=spec.d_in, d_out=spec.d_out, sha256=digest, load=spec.load)
+            RemoteWeight(
+                name=spec.name, d_in=spec.d_in, d_out=spec.d_out, sha256=weight_digest(values), load=spec.load
+            )
+        )
+        linears.append(
+            Linear(
+                weight_id=weight_id,
+                name=spec.name,
+                d_in=spec.d_in,
+                d_out=spec.d_out,
+                load=spec.load,
+                spectral_norm=spectral_norm(values) if norms else 0.0,
+            )
         )
         done += spec.d_in * spec.d_out * 2
         if progress is not None:
             progress("hash weights", done, total)
-    return tuple(remote)
+    return tuple(remote), tuple(linears)

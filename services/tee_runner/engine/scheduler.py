@@ -156,7 +156,9 @@ class Scheduler:
                 continue
             if sequence.generated == 0:
                 self.stats.prompt_tokens += len(sequence.request.prompt)
+            begin = time.perf_counter_ns()
             token = sequence.sampler.sample(logits[row])
+            self.runtime.profile.add("sampling", time.perf_counter_ns() - begin)
             row += 1
             self.stats.generated_tokens += 1
             try:

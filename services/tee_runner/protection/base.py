@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import ClassVar
@@ -12,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tee_runner.errors import WorkerProtocolError
+from tee_runner.profile import Profile
+from tee_runner.protection.integrity import Integrity
 from tee_runner.worker.transport import Transport
 
 Float32 = NDArray[np.float32]
@@ -29,6 +32,22 @@ class Linear:
     name: str
     d_in: int
     d_out: int
+    # The runner's own copy, ``(d_out, d_in)`` float16, and its spectral norm (0: not known yet).
+    # What the integrity check is made of.
+    load: Callable[[], NDArray[np.float16]] | None = None
+    spectral_norm: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskOptions:
+    """How often masks are drawn, for schemes that have them.
+
+    ``shared_decode``: one A over all sequences that decode in a step, instead of one each.
+    ``per_offload``: a fresh A for every offload, instead of one per forward pass.
+    """
+
+    shared_decode: bool = False
+    per_offload: bool = False
 
 
 class ForwardSession(ABC):
@@ -65,8 +84,11 @@ class Protection(ABC):
     # One sentence for people who start the service; empty when there is nothing to warn of.
     warning: ClassVar[str] = ""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, masks: MaskOptions | None = None) -> None:
         self.transport = transport
+        self.masks = masks or MaskOptions()
+        self.profile = Profile()
+        self._integrity: Integrity | None = None
 
     @classmethod
     def parameters(cls) -> dict[str, int | float | str]:
@@ -78,8 +100,31 @@ class Protection(ABC):
     def operand_rows(cls, counts: Sequence[int]) -> int:
         """Rows of the operand for data rows ``counts``: what the buffers must hold."""
 
-    def provision(self, weights: Sequence[Linear]) -> None:  # noqa: B027
-        """Once per worker session, before the first pass: what the scheme keeps per weight."""
+    def provision(self, weights: Sequence[Linear], *, probes: int = 0) -> None:
+        """Once per worker session, before the first pass: what the scheme keeps per weight.
+
+        ``probes`` > 0 has every result checked against projections drawn here, 0 none.
+
+        Raises:
+            ValueError: a weight has no ``load`` to make a projection from.
+        """
+        if not probes:
+            return
+        integrity = Integrity(probes)
+        for weight in weights:
+            if weight.load is None:
+                raise ValueError(f"{weight.name} cannot be checked without its values")
+            integrity.add(weight.weight_id, weight.load, weight.spectral_norm)
+        self._integrity = integrity
+        others = self.transport.meanwhile
+
+        def meanwhile() -> None:
+            begin = time.perf_counter_ns()
+            integrity.expect()
+            self.profile.add("check", time.perf_counter_ns() - begin)
+            others()
+
+        self.transport.meanwhile = meanwhile
 
     def idle(self) -> bool:
         """A bounded piece of work to do ahead while no request runs; False when none is left."""
@@ -88,6 +133,53 @@ class Protection(ABC):
     @abstractmethod
     def forward_session(self) -> ForwardSession:
         """Fresh secrets for one forward pass."""
+
+    def close(self) -> None:
+        """End the worker session and overwrite what was kept for it."""
+        self.transport.close()
+        if self._integrity is not None:
+            self._integrity.wipe()
+
+    def operand(self, weight: Linear, rows: int) -> NDArray[np.uint16]:
+        """Where a scheme that sends float16 writes its operand: ``(rows, d_in)``, as bits.
+
+        The runner's own memory if results are checked: the worker could change what the check
+        reads in memory that it shares.
+        """
+        if self._integrity is not None:
+            return self._integrity.operand(rows, weight.d_in)
+        return self.transport.operand(rows, weight.d_in).view(np.uint16)
+
+    def exchange(self, weight: Linear, rows: int) -> Float32:
+        """Send the operand written last; the result ``(rows, d_out)``, valid until the next call.
+
+        Checked and in the runner's own memory, unless the session has no checks; then the
+        limits of :meth:`Transport.exchange` hold.
+
+        Raises:
+            WorkerError: the worker failed, or the result is wrong.
+        """
+        transport, integrity = self.transport, self._integrity
+        if integrity is None:
+            return self._exchange(weight, rows)
+        private = integrity.begin(weight.weight_id, rows)
+        transport.operand(rows, weight.d_in).view(np.uint16)[...] = private
+        result = self._exchange(weight, rows)
+        begin = time.perf_counter_ns()
+        verified = integrity.verified(weight.name, result)
+        self.profile.add("check", time.perf_counter_ns() - begin)
+        return verified
+
+    def _exchange(self, weight: Linear, rows: int) -> Float32:
+        """The exchange itself, its time split into what the worker computed and the wire."""
+        profile, stats = self.profile, self.transport.stats
+        exchanged, computed, busy = stats.exchange_ns, stats.worker_ns, profile.meanwhile()
+        result = self.transport.exchange(weight.weight_id, rows, weight.d_in, weight.d_out)
+        waited = max(0, stats.exchange_ns - exchanged - (profile.meanwhile() - busy))
+        worker = min(waited, max(0, stats.worker_ns - computed - (profile.meanwhile() - busy)))
+        profile.add("worker compute", worker)
+        profile.add("wire", waited - worker)
+        return result
 
 
 def require_finite(bad: bool, weight: Linear) -> None:

@@ -22,16 +22,16 @@ _ONE = np.float32(1.0)
 
 class _PlainSession(ForwardSession):
     def __init__(self, protection: Plain) -> None:
-        self._transport = protection.transport
+        self._protection = protection
 
     def linear(self, weight: Linear, rows: Float32, counts: Sequence[int], out: Float32) -> None:
         n = len(rows)
         scales = np.empty(n, dtype=np.float32)
         row_scales(rows, scales)
-        operand = self._transport.operand(n, weight.d_in).view(np.uint16)
+        operand = self._protection.operand(weight, n)
         convert = to_half_serial if rows.size <= _SERIAL_ELEMENTS else to_half
         convert(rows, scales, operand)
-        result = self._transport.exchange(weight.weight_id, n, weight.d_in, weight.d_out)
+        result = self._protection.exchange(weight, n)
         require_finite(unscale_rows(result, scales, _ONE, out), weight)
 
 

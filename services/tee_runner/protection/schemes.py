@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from tee_runner.errors import InvalidRequestError
 from tee_runner.protection.base import Protection
+from tee_runner.protection.gelo.auto import Auto
+from tee_runner.protection.gelo.dct4 import Dct4
 from tee_runner.protection.gelo.haar import Haar
 from tee_runner.protection.gelo.hd3 import Hd3
 from tee_runner.protection.plain import Plain
 
-SCHEMES: dict[str, type[Protection]] = {scheme.name: scheme for scheme in (Plain, Haar, Hd3)}
+SCHEMES: dict[str, type[Protection]] = {scheme.name: scheme for scheme in (Plain, Haar, Hd3, Dct4, Auto)}
 DEFAULT_SCHEME = Hd3.name
 
 

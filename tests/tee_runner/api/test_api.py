@@ -46,6 +46,7 @@ class FakeRuntime:
     def __init__(self) -> None:
         self.model = FakeModel()
         self.connected = True
+        self.integrity_failures = 0
 
     def wire_stats(self) -> WireStats:
         return WireStats(offloads=3, bytes_sent=5, bytes_received=7, exchange_ns=11, worker_ns=2)

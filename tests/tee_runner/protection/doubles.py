@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.fft import dct
 from scipy.linalg import hadamard
 
 from tee_runner.protection.base import ForwardSession, Linear, Protection
+from tee_runner.protection.gelo.auto import Auto
 from tee_runner.protection.gelo.base import GeloProtection, Mask
-from tee_runner.protection.gelo.haar import Haar, HaarMask
+from tee_runner.protection.gelo.dct4 import Dct4, Dct4Mask
+from tee_runner.protection.gelo.haar import DenseMask, Haar
 from tee_runner.protection.gelo.hd3 import Hd3, Hd3Mask
-from tee_runner.protection.gelo.kernels import tile_width
 from tee_runner.protection.plain import Plain
 from tee_runner.protection.rng import SecretKey
 from tee_runner.worker.transport import Transport
@@ -20,7 +22,7 @@ from tee_runner.worker.transport import Transport
 Float64 = NDArray[np.float64]
 Float32 = NDArray[np.float32]
 
-GELO_SCHEMES: tuple[type[GeloProtection], ...] = (Haar, Hd3)
+GELO_SCHEMES: tuple[type[GeloProtection], ...] = (Haar, Hd3, Dct4, Auto)
 # Half a unit in the last place of float16 relative to the value, and absolute below 2⁻¹⁴.
 HALF_ROUNDING = 2.0**-11
 HALF_FLOOR = 2.0**-25
@@ -92,14 +94,24 @@ def run(
 
 def matrix_of(mask: Mask) -> Float64:
     """The full A ``(s, s)`` of a mask, in float64 from its secret parameters."""
-    if isinstance(mask, HaarMask):
+    if isinstance(mask, DenseMask):
         return mask._mask[: mask.s].astype(np.float64)
+    if isinstance(mask, Dct4Mask):
+        return dct4_reference(mask._signs, np.eye(mask.s))
     assert isinstance(mask, Hd3Mask)
     H = hadamard(mask.s, dtype=np.float64) / np.sqrt(mask.s)
     A = np.eye(mask.s)
     for signs in mask._signs:
         A = signs.astype(np.float64)[:, None] * (H @ A)
     return A
+
+
+def dct4_reference(signs: Float32, columns: Float64) -> Float64:
+    """D₃·C·D₂·C·D₁·C·columns in float64."""
+    mixed = columns
+    for diagonal in signs.astype(np.float64):
+        mixed = diagonal[:, None] * dct(mixed, type=4, norm="ortho", axis=0)
+    return mixed
 
 
 def scales_of(rows: NDArray[np.floating]) -> tuple[Float64, float]:
@@ -120,7 +132,5 @@ def box_muller(first: NDArray[np.uint32], second: NDArray[np.uint32]) -> tuple[F
 
 
 def shield_of(normals: Float32, n: int, s: int, d: int) -> Float64:
-    """Shield rows ``(s - n, d)`` of deviation 1, as they are laid out: tile by tile."""
-    width, k = tile_width(s), s - n
-    tiles = [normals[i * k : (i + width) * k].reshape(k, width) for i in range(0, d, width)]
-    return np.concatenate(tiles, axis=1)[:, :d].astype(np.float64)
+    """Shield rows ``(s - n, d)`` of deviation 1, as they are laid out: rows of whole vectors."""
+    return normals.reshape(s - n, -1)[:, :d].astype(np.float64)

@@ -12,6 +12,7 @@ weights that is enough to test candidates for the prompt. See docs/security.md.
 from __future__ import annotations
 
 import math
+import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -24,12 +25,14 @@ from tee_runner.protection.base import (
     Float32,
     ForwardSession,
     Linear,
+    MaskOptions,
     Protection,
     Scratch,
     require_finite,
 )
-from tee_runner.protection.gelo.kernels import row_scales, shield_size
+from tee_runner.protection.gelo.kernels import row_scales
 from tee_runner.protection.gelo.shield import ShieldStock
+from tee_runner.protection.gelo.tiles import shield_size
 from tee_runner.protection.rng import SecretKey
 from tee_runner.worker.transport import Transport
 
@@ -80,13 +83,15 @@ class GeloProtection(Protection):
         "recovered by testing candidates (docs/security.md)."
     )
 
-    def __init__(self, transport: Transport, key: SecretKey | None = None) -> None:
-        super().__init__(transport)
+    def __init__(
+        self, transport: Transport, masks: MaskOptions | None = None, *, key: SecretKey | None = None
+    ) -> None:
+        super().__init__(transport, masks)
         key = key or SecretKey()
         self.mask_stream = key.stream("mask")
         self.shield = ShieldStock(key.stream("shield"))
         self.scratch = Scratch()
-        transport.meanwhile = self.shield.refill
+        transport.meanwhile = self._refill
 
     @classmethod
     def parameters(cls) -> dict[str, int | float | str]:
@@ -111,6 +116,11 @@ class GeloProtection(Protection):
         """See :meth:`Protection.forward_session`."""
         return _GeloSession(self)
 
+    def _refill(self) -> None:
+        begin = time.perf_counter_ns()
+        self.shield.refill()
+        self.profile.add("shield", time.perf_counter_ns() - begin)
+
     def idle(self) -> bool:
         """See :meth:`Protection.idle`."""
         return self.shield.refill()
@@ -129,10 +139,12 @@ class _GeloSession(ForwardSession):
 
     def linear(self, weight: Linear, rows: Float32, counts: Sequence[int], out: Float32) -> None:
         protection = self._protection
-        transport = protection.transport
-        masks = [self._mask(block, n) for block, n in enumerate(counts) if n]
+        profile = protection.profile
+        begin = time.perf_counter_ns()
+        shared = protection.masks.shared_decode
+        masks = [self._mask(block, n) for block, n in mask_blocks(counts, shared_decode=shared)]
         total = sum(mask.s for mask in masks)
-        operand = transport.operand(total, weight.d_in).view(np.uint16)
+        operand = protection.operand(weight, total)
         scales = np.empty(len(rows), dtype=np.float32)
         block_scales = []
         row = place = 0
@@ -148,7 +160,9 @@ class _GeloSession(ForwardSession):
             block_scales.append(scale)
             row += mask.n
             place += mask.s
-        result = transport.exchange(weight.weight_id, total, weight.d_in, weight.d_out)
+        profile.add("mask apply", time.perf_counter_ns() - begin)
+        result = protection.exchange(weight, total)
+        begin = time.perf_counter_ns()
         row = place = 0
         for mask, scale in zip(masks, block_scales, strict=True):
             bad = mask.unapply(
@@ -160,6 +174,9 @@ class _GeloSession(ForwardSession):
             require_finite(bad, weight)
             row += mask.n
             place += mask.s
+        if protection.masks.per_offload:
+            self._wipe_masks()
+        profile.add("unapply", time.perf_counter_ns() - begin)
 
     def _mask(self, block: int, n: int) -> Mask:
         mask = self._masks.get((block, n))
@@ -168,10 +185,33 @@ class _GeloSession(ForwardSession):
         return mask
 
     def wipe(self) -> None:
+        self._wipe_masks()
+        self._protection.wipe()
+
+    def _wipe_masks(self) -> None:
         for mask in self._masks.values():
             mask.wipe()
         self._masks.clear()
-        self._protection.wipe()
+
+
+def mask_blocks(counts: Sequence[int], *, shared_decode: bool) -> list[tuple[int, int]]:
+    """Which rows share a mask: ``(first sequence, rows)`` of each block, in order.
+
+    One block per sequence that has rows; with ``shared_decode`` neighbouring sequences of one row
+    each (a decode step's) form one block.
+    """
+    blocks: list[tuple[int, int]] = []
+    single = False
+    for sequence, n in enumerate(counts):
+        if not n:
+            continue
+        if shared_decode and n == 1 and single:
+            first, rows = blocks[-1]
+            blocks[-1] = (first, rows + 1)
+        else:
+            blocks.append((sequence, n))
+        single = n == 1
+    return blocks
 
 
 def operand_scale(n: int, k: int, sigma: float) -> float:

@@ -16,26 +16,25 @@ from tee_runner.protection.gelo.base import (
     Mask,
     padded_rows,
 )
-from tee_runner.protection.gelo.kernels import (
+from tee_runner.protection.gelo.dense_kernels import (
     dense_apply,
     dense_apply_parallel,
+    dense_floats,
     dense_unapply,
     dense_unapply_parallel,
-    tile_width,
 )
+from tee_runner.protection.gelo.tiles import tile_width
 
 
-class HaarMask(Mask):
-    """A dense s×s matrix, s = n + 8."""
+class DenseMask(Mask):
+    """A as an s×s matrix of float32."""
 
-    def __init__(self, protection: GeloProtection, n: int) -> None:
+    def __init__(self, protection: GeloProtection, n: int, matrix: Float32) -> None:
         self.n = n
-        self.s = Haar.block_rows(n)
+        self.s = len(matrix)
         self._scratch = protection.scratch
-        mask = haar_matrix(standard_normals(protection.mask_stream, self.s * self.s), self.s)
-        self._mask = padded_rows(mask)
-        self._inverse = padded_rows(mask.T[:n])
-        mask.fill(0.0)
+        self._mask = padded_rows(matrix)
+        self._inverse = padded_rows(matrix.T[:n])
 
     def apply(
         self, rows: Float32, scales: Float32, normals: Float32, sigma: Any, scale: Any,
@@ -43,19 +42,29 @@ class HaarMask(Mask):
     ) -> None:  # fmt: skip
         """See :meth:`Mask.apply`."""
         kernel = dense_apply if operand.size <= SERIAL_ELEMENTS else dense_apply_parallel
-        scratch = self._scratch.take(2 * len(self._mask) * tile_width(self.s))
+        scratch = self._scratch.take(dense_floats(self.s, tile_width(self.s)))
         kernel(rows, scales, normals, sigma, self._mask, scale, operand, scratch)
 
     def unapply(self, result: Float32, scales: Float32, inverse: Any, out: Float32) -> bool:
         """See :meth:`Mask.unapply`."""
         kernel = dense_unapply if result.size <= SERIAL_ELEMENTS else dense_unapply_parallel
-        scratch = self._scratch.take(2 * len(self._mask) * tile_width(self.s))
+        scratch = self._scratch.take(dense_floats(self.s, tile_width(self.s)))
         return bool(kernel(result, self._inverse, scales, inverse, out, scratch))
 
     def wipe(self) -> None:
         """See :meth:`Mask.wipe`."""
         self._mask.fill(0.0)
         self._inverse.fill(0.0)
+
+
+class HaarMask(DenseMask):
+    """A dense s×s matrix, s = n + 8."""
+
+    def __init__(self, protection: GeloProtection, n: int) -> None:
+        s = Haar.block_rows(n)
+        mask = haar_matrix(standard_normals(protection.mask_stream, s * s), s)
+        super().__init__(protection, n, mask)
+        mask.fill(0.0)
 
 
 class Haar(GeloProtection):

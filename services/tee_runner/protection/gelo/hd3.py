@@ -8,25 +8,41 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tee_runner.protection.base import Float32
-from tee_runner.protection.gelo.base import (
-    SERIAL_ELEMENTS,
-    SHIELD_ROWS,
-    GeloProtection,
-    Mask,
-    padded_rows,
-)
-from tee_runner.protection.gelo.kernels import (
-    TILE_FLOATS,
-    dense_unapply,
+from tee_runner.protection.gelo.base import SERIAL_ELEMENTS, SHIELD_ROWS, GeloProtection, Mask
+from tee_runner.protection.gelo.hd3_kernels import (
     hd3_apply,
     hd3_apply_parallel,
     hd3_unapply,
     hd3_unapply_parallel,
-    tile_width,
+    rows_unapply,
 )
+from tee_runner.protection.gelo.hd3_plan import tile_floats
+from tee_runner.protection.gelo.tiles import LANES, tile_width
+from tee_runner.protection.rng import SecretStream
 from tee_runner.vector import walsh_hadamard
 
-_LANES = 16
+# A data column of A may have no entry above this.
+#
+# With s = 16 the cascade maps a unit vector to a unit vector when D₁ is a bent sign pattern and
+# D₂ matches its transform: one row of the operand is then a data row, verbatim. An entry of
+# magnitude a leaves a row of the operand in which the data has a²/(16·(1 - a²)) of the shield's
+# energy, 0.08 at this limit. Over all 2³² pairs D₁, D₂ a column exceeds it with probability
+# REJECTED exactly (test_hd3.py counts them), so draws are as good as uniform and rarely repeated.
+# Larger s are not checked: at s = 32 no column is a unit vector (bent patterns exist for even log₂s
+# only, and entries stay below 0.89), at s = 64 one is with probability below 2⁻⁸⁸.
+LARGEST_ENTRY = 0.75
+REJECTED = 6107136 / 2**32
+_CHECKED_ROWS = LANES
+# Up to this many data rows, their rows of Aᵀ are cheaper to apply than three transforms.
+_FEW_ROWS = 2
+
+
+def draw_signs(stream: SecretStream, s: int) -> Float32:
+    """Three diagonals ``(3, s)`` of independent fair signs, float32."""
+    bits = stream.words(3 * -(-s // 32))
+    unpacked = np.unpackbits(bits.view(np.uint8)).reshape(3, -1)[:, :s]
+    bits.fill(0)
+    return (1.0 - 2.0 * unpacked).astype(np.float32)
 
 
 class Hd3Mask(Mask):
@@ -36,22 +52,30 @@ class Hd3Mask(Mask):
         self.n = n
         self.s = Hd3.block_rows(n)
         self._scratch = protection.scratch
-        bits = protection.mask_stream.words(3 * -(-self.s // 32))
-        unpacked = np.unpackbits(bits.view(np.uint8)).reshape(3, -1)[:, : self.s]
-        self._signs = (1.0 - 2.0 * unpacked).astype(np.float32)
         self._normal = float(self.s) ** -1.5
-        # With few data rows, their rows of Aᵀ are cheaper to apply than three transforms.
-        self._inverse = self._inverse_rows() if 2 * n <= self.s.bit_length() else None
+        self._inverse: Float32 | None = None
+        self._signs = draw_signs(protection.mask_stream, self.s)
+        if self.s > _CHECKED_ROWS:
+            return
+        columns = self._data_columns()
+        while np.max(np.abs(columns)) * self._normal > LARGEST_ENTRY:
+            self._signs.fill(0.0)
+            columns.fill(0.0)
+            self._signs = draw_signs(protection.mask_stream, self.s)
+            columns = self._data_columns()
+        if n <= _FEW_ROWS:
+            self._inverse = columns.T.copy()
+        columns.fill(0.0)
 
-    def _inverse_rows(self) -> Float32:
-        """The first n rows of Aᵀ (unnormalised): A applied to unit vectors."""
-        width = -(-self.n // _LANES) * _LANES
-        tile = np.zeros((self.s, width), dtype=np.float32)
-        tile[range(self.n), range(self.n)] = 1.0
-        for stage in range(3):
-            walsh_hadamard(tile.ctypes.data, self.s, width)
-            tile *= self._signs[stage][:, None]
-        return padded_rows(tile[:, : self.n].T)
+    def _data_columns(self) -> Float32:
+        """The first n columns of A ``(s, n)``, unnormalised: A applied to unit vectors."""
+        tile = np.eye(self.s, dtype=np.float32)
+        for signs in self._signs:
+            walsh_hadamard(tile.ctypes.data, self.s, self.s)
+            tile *= signs[:, None]
+        columns = tile[:, : self.n].copy()
+        tile.fill(0.0)
+        return columns
 
     def apply(
         self, rows: Float32, scales: Float32, normals: Float32, sigma: Any, scale: Any,
@@ -59,15 +83,15 @@ class Hd3Mask(Mask):
     ) -> None:  # fmt: skip
         """See :meth:`Mask.apply`."""
         kernel = hd3_apply if operand.size <= SERIAL_ELEMENTS else hd3_apply_parallel
-        scratch = self._scratch.take(max(TILE_FLOATS, self.s * tile_width(self.s)))
+        scratch = self._scratch.take(tile_floats(self.s, tile_width(self.s)))
         kernel(rows, scales, normals, sigma, self._signs, np.float32(scale * self._normal), operand, scratch)
 
     def unapply(self, result: Float32, scales: Float32, inverse: Any, out: Float32) -> bool:
         """See :meth:`Mask.unapply`."""
         factor = np.float32(inverse * self._normal)
-        scratch = self._scratch.take(max(TILE_FLOATS, self.s * tile_width(self.s)))
         if self._inverse is not None:
-            return bool(dense_unapply(result, self._inverse, scales, factor, out, scratch))
+            return bool(rows_unapply(result, self._inverse, scales, factor, out))
+        scratch = self._scratch.take(tile_floats(self.s, tile_width(self.s)))
         kernel = hd3_unapply if result.size <= SERIAL_ELEMENTS else hd3_unapply_parallel
         return bool(kernel(result, self._signs, scales, factor, out, scratch))
 

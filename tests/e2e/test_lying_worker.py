@@ -1,0 +1,99 @@
+"""A worker process that lies in the middle of an answer: no token made of a lie leaves the runner."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tee_runner.errors import IntegrityError
+from tee_runner.models import LoadedModel
+from tee_runner.worker.client import TransportName
+
+from .conftest import chat
+from .lying_worker import LIES
+from .processes import start_python
+from .running import Answer, Running, running
+
+pytestmark = [pytest.mark.e2e, pytest.mark.model]
+
+TOKENS = 10
+SETTINGS: tuple[tuple[str, TransportName], ...] = (
+    ("gelo-hd3", "slab"),
+    ("gelo-haar", "grpc"),
+    ("plain", "slab"),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A runner, the control file of its worker, and what honest answers are."""
+
+    served: Running
+    control: Path
+    prompts: list[list[int]]
+    honest: list[Answer]
+
+
+@pytest.fixture(scope="module", params=SETTINGS, ids="-".join)
+def case(
+    request: pytest.FixtureRequest, model: LoadedModel, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Case]:
+    protection, transport = request.param
+    control = tmp_path_factory.mktemp("liar") / "control"
+    prompts = [chat(model, "Name three rivers in Europe."), chat(model, "What is a prime number?")]
+    worker = start_python(["-m", "tests.e2e.lying_worker", str(control), "127.0.0.1:0"])
+    with ExitStack() as stack:
+        stack.callback(worker.kill)
+        served = stack.enter_context(running(model, worker.address, protection, transport=transport))
+        honest = served.generate(prompts, TOKENS)
+        assert [len(answer.tokens) for answer in honest] == [TOKENS, TOKENS]
+        yield Case(served, control, prompts, honest)
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_no_token_made_of_a_lie_leaves(
+    case: Case, lie: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    served, runtime = case.served, case.served.runtime
+    if lie == "changed after the fact" and "grpc" in request.node.name:
+        lie = "scaled result"  # no memory is shared
+    offloads = len(runtime._linears)
+    # In a step that decodes; a replayed answer needs one of the same shape before it.
+    moment = random.Random(request.node.name).randrange(3 * offloads, (TOKENS - 2) * offloads)
+    failures, sessions = runtime.integrity_failures, runtime._protection
+    projections = sessions._integrity._projections.copy()  # type: ignore[union-attr]
+    case.control.write_text(f"{lie} {moment}")
+    with caplog.at_level(logging.INFO):
+        answers = served.generate(case.prompts, TOKENS)
+
+    for answer, honest in zip(answers, case.honest, strict=True):
+        finish = answer.finish
+        assert finish is not None
+        assert finish.reason == "error"
+        assert isinstance(finish.error, IntegrityError)
+        assert finish.error.code == "integrity_failed"
+        assert finish.completion_tokens == len(answer.tokens)
+        assert 0 < len(answer.tokens) < TOKENS
+        assert answer.tokens == honest.tokens[: len(answer.tokens)]
+    assert runtime.integrity_failures == failures + 1
+    assert not runtime.connected
+    # Of the secrets nothing is left.
+    assert not any(projection.v.any() or projection.z.any() for projection in projections.values())
+    (line,) = [r.getMessage() for r in caplog.records if "integrity check failed" in r.getMessage()]
+    name = next(weight.name for weight in runtime._linears if f" {weight.name} " in line)
+    assert line.replace(name, "") == (
+        "integrity check failed: The worker's result for  is not the product it was asked for."
+    )
+
+    again = served.generate(case.prompts, TOKENS)
+    assert [answer.tokens for answer in again] == [answer.tokens for answer in case.honest]
+    assert runtime.integrity_failures == failures + 1
+    fresh = runtime._protection._integrity._projections  # type: ignore[union-attr]
+    assert fresh.keys() == projections.keys()
+    assert all(projection.v.any() for projection in fresh.values())
