@@ -21,6 +21,7 @@ from gelo_cli.processes import started
 from tee_runner.decoder.forward import RaggedBatch
 from tee_runner.engine.runtime import Runtime, RuntimeOptions
 from tee_runner.profile import BUCKETS
+from tee_runner.protection.base import MaskOptions
 
 _TOKEN = 1000
 
@@ -88,7 +89,7 @@ def main() -> None:
                 options = RuntimeOptions(
                     worker=f"127.0.0.1:{child.ready['port']}",
                     protection=scheme,
-                    decode_mask=mask,
+                    masks=MaskOptions(shared_decode=mask == "shared"),
                     max_len=arguments.context + 8,
                 )
                 runtime = Runtime(model, options)

@@ -26,6 +26,13 @@ class TransportChoice(StrEnum):
     GRPC = "grpc"
 
 
+class DecodeMaskChoice(StrEnum):
+    """Who shares a mask in a decode step."""
+
+    SEQUENCE = "sequence"
+    SHARED = "shared"
+
+
 class KvChoice(StrEnum):
     """KV cache element types."""
 
@@ -57,6 +64,13 @@ TransportOption = Annotated[
     TransportChoice, typer.Option(help="slab: shared memory on one host. grpc: any topology. auto picks.")
 ]
 KvOption = Annotated[KvChoice, typer.Option("--kv-dtype", help="Element type of the KV cache.")]
+DecodeMaskOption = Annotated[
+    DecodeMaskChoice,
+    typer.Option(help="One secret mask per decoding sequence, or one shared by all that decode in a step."),
+]
+FreshMaskOption = Annotated[
+    bool, typer.Option("--mask-per-offload", help="A fresh mask for every product, not one per pass.")
+]
 MaxLenOption = Annotated[
     int, typer.Option(help="Prompt plus answer, in tokens. 0: the model's limit, at most 4096.", min=0)
 ]

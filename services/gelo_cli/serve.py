@@ -8,6 +8,9 @@ import typer
 
 from gelo_cli.console import err, progress_bars, reported_errors, set_up_logging
 from gelo_cli.options import (
+    DecodeMaskChoice,
+    DecodeMaskOption,
+    FreshMaskOption,
     IntegrityOption,
     KvChoice,
     KvOption,
@@ -40,6 +43,8 @@ def serve(
     worker_timeout: Annotated[
         float, typer.Option(help="Seconds to wait for one matrix product.", min=1)
     ] = 60.0,
+    decode_mask: DecodeMaskOption = DecodeMaskChoice.SEQUENCE,
+    mask_per_offload: FreshMaskOption = False,
     log_level: LogOption = "info",
     ready_fd: ReadyOption = None,
 ) -> None:
@@ -54,6 +59,7 @@ def serve(
         from tee_runner.engine.runtime import RuntimeOptions
         from tee_runner.hardening import forbid_memory_dumps
         from tee_runner.models import load_model, resolve_model
+        from tee_runner.protection.base import MaskOptions
         from tee_runner.protection.integrity import DEFAULT_PROBES
 
         forbid_memory_dumps()
@@ -74,6 +80,9 @@ def serve(
             max_len=max_len,
             kv_dtype=kv_dtype.value,
             worker_timeout=worker_timeout,
+            masks=MaskOptions(
+                shared_decode=decode_mask is DecodeMaskChoice.SHARED, per_offload=mask_per_offload
+            ),
             integrity_probes=DEFAULT_PROBES if integrity else 0,
         )
         listen = ServeOptions(host=host, port=port, metrics_port=metrics_port)

@@ -42,6 +42,12 @@ class EngineCollector(Collector):
         )
         for name, text, value in counters:
             yield CounterMetricFamily(name, text, value=value)
+        profile = CounterMetricFamily(
+            "gelo_profile_seconds", "Where the time of forward passes and sampling goes", labels=["bucket"]
+        )
+        for bucket, nanoseconds in self._scheduler.runtime.profile.nanoseconds.items():
+            profile.add_metric([bucket], nanoseconds / 1e9)
+        yield profile
         gauges = (
             ("gelo_requests_running", "Requests being generated", stats.running),
             ("gelo_requests_waiting", "Requests queued", stats.waiting),

@@ -22,6 +22,7 @@ from tee_runner.api.metrics import EngineCollector
 from tee_runner.engine.scheduler import EngineStats
 from tee_runner.engine.sequence import Event, FinishEvent, GenerationRequest, TokenEvent
 from tee_runner.errors import CapacityError, GeloError, WorkerUnavailableError
+from tee_runner.profile import Profile
 from tee_runner.worker.transport import WireStats
 
 
@@ -47,6 +48,8 @@ class FakeRuntime:
         self.model = FakeModel()
         self.connected = True
         self.integrity_failures = 0
+
+        self.profile = Profile()
 
     def wire_stats(self) -> WireStats:
         return WireStats(offloads=3, bytes_sent=5, bytes_received=7, exchange_ns=11, worker_ns=2)
@@ -323,4 +326,5 @@ def test_metrics_are_counts_only(scheduler: FakeScheduler) -> None:
     assert families["gelo_bytes_sent"].samples[0].value == 5
     assert families["gelo_requests"].samples[0].value == 4
     assert families["gelo_worker_connected"].samples[0].value == 1
-    assert all(not sample.labels for family in families.values() for sample in family.samples)
+    labels = {name for family in families.values() for sample in family.samples for name in sample.labels}
+    assert labels == {"bucket"}
