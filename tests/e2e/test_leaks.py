@@ -17,7 +17,7 @@ import pytest
 
 from tee_runner.decoder.forward import Decoder, RaggedBatch
 from tee_runner.models import LoadedModel
-from tee_runner.protection.base import Float32, ForwardSession, Linear, Protection
+from tee_runner.protection.base import Float32, ForwardSession, Linear, MaskOptions, Protection
 from tee_runner.protection.gelo.base import GeloProtection
 from tee_runner.protection.rng import SecretKey
 from tee_runner.protection.schemes import scheme
@@ -77,11 +77,12 @@ def watched(name: str, secrets: Secrets) -> type[Protection]:
     base = scheme(name)
 
     class WatchedScheme(base):  # type: ignore[misc, valid-type]
-        def __init__(self, transport: Transport) -> None:
+        def __init__(self, transport: Transport, masks: MaskOptions | None = None) -> None:
             if issubclass(base, GeloProtection):
-                super().__init__(transport, SecretKey(hashlib.sha256(b"leak test").digest()))
+                key = SecretKey(hashlib.sha256(b"leak test").digest())
+                super().__init__(transport, masks, key=key)
             else:
-                super().__init__(transport)
+                super().__init__(transport, masks)
 
         def forward_session(self) -> ForwardSession:
             return _Watched(super().forward_session(), secrets)
@@ -134,7 +135,7 @@ def record(
 
 
 @pytest.mark.parametrize("transport", ["slab", "grpc"])
-@pytest.mark.parametrize("name", ["gelo-haar", "gelo-hd3"])
+@pytest.mark.parametrize("name", ["gelo-haar", "gelo-hd3", "gelo-dct4"])
 def test_masks_show_nothing_in_clear(
     model: LoadedModel, spy: Spy, weight_names: dict[str, str], name: str, transport: TransportName
 ) -> None:

@@ -107,9 +107,14 @@ class Scheduler:
                         self._change.wait(_IDLE_POLL_S)
                 if self._stopping:
                     break
-            self._admit()
-            if self._running:
-                self._step()
+            try:
+                self._admit()
+                if self._running:
+                    self._step()
+            except Exception as error:
+                # The thread must live on: without it every later request would hang.
+                log.error("the engine failed: %s", where(error))
+                self._fail(GeloError("The step failed inside the runner.", remedy="See its log."))
         for sequence in [*self._running, *self._waiting]:
             self._end(sequence)
             sequence.finish("cancelled")

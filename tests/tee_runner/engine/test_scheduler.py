@@ -21,6 +21,7 @@ from tee_runner.engine.sampling import SamplingParams
 from tee_runner.engine.scheduler import Scheduler
 from tee_runner.engine.sequence import Event, FinishEvent, GenerationRequest, TokenEvent
 from tee_runner.errors import CapacityError, GeloError, InvalidRequestError, WorkerError
+from tee_runner.profile import Profile
 from tee_runner.protection.gelo.haar import Haar
 from tee_runner.protection.gelo.hd3 import Hd3
 from tee_runner.protection.plain import Plain
@@ -73,6 +74,7 @@ class FakeRuntime:
         self.options = SimpleNamespace(step_rows=step_rows, max_sequences=slots)
         self.operand_rows: Callable[[Sequence[int]], int] = scheme.operand_rows
         self.max_operand_rows = scheme.operand_rows([step_rows] + [1] * slots)
+        self.profile = Profile()
         self.histories: dict[int, list[int]] = {}
         self.batches: list[RaggedBatch] = []
         self.before_step: Callable[[int], None] = lambda step: None
@@ -524,3 +526,17 @@ def test_every_request_is_answered_within_the_buffers(
     # Logits are asked for where a token is drawn, and nowhere else.
     assert sum(sum(batch.sampled) for batch in runtime.batches) == sum(count for _, count in work)
     assert runtime.cache.free_slots == slots
+
+
+def test_a_failure_in_the_engine_itself_fails_the_request_and_not_the_engine(make: Start) -> None:
+    scheduler, runtime = make()
+    scheduler.start()
+    # Accounting comes after the forward pass, outside the paths that expect failures.
+    profile, runtime.profile = runtime.profile, None  # type: ignore[assignment]
+    failed, served = Client(), Client()
+    scheduler.submit(GenerationRequest(prompt=(5, 6), max_tokens=3), failed)
+    end = failed.wait()
+    assert (end.reason, type(end.error)) == ("error", GeloError)
+    runtime.profile = profile
+    scheduler.submit(GenerationRequest(prompt=(5, 6), max_tokens=3), served)
+    assert served.wait().reason == "length"
