@@ -30,7 +30,7 @@ stubs: $(VENV)/.dev
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python scripts/generate_stubs.py
 
 bench: $(VENV)/.dev
-	$(BIN)/python bench/e2e.py
+	$(BIN)/python -m bench.e2e
 
 clean:
 	rm -rf $(VENV)
