@@ -77,12 +77,12 @@ def watched(name: str, secrets: Secrets) -> type[Protection]:
     base = scheme(name)
 
     class WatchedScheme(base):  # type: ignore[misc, valid-type]
-        def __init__(self, transport: Transport, masks: MaskOptions | None = None) -> None:
+        def __init__(self, transport: Transport, *, masks: MaskOptions | None = None) -> None:
             if issubclass(base, GeloProtection):
                 key = SecretKey(hashlib.sha256(b"leak test").digest())
-                super().__init__(transport, masks, key=key)
+                super().__init__(transport, masks=masks, key=key)
             else:
-                super().__init__(transport, masks)
+                super().__init__(transport, masks=masks)
 
         def forward_session(self) -> ForwardSession:
             return _Watched(super().forward_session(), secrets)

@@ -93,7 +93,7 @@ class Runtime:
         self.worker_info = self._client.info(wait=wait)
         sent = self._client.provision(self._weights, progress)
         transport = self._client.open_session(self._weights, self._slab_sizes(), self.options.transport)
-        protection = self.scheme(transport, self.options.masks)
+        protection = self.scheme(transport, masks=self.options.masks)
         protection.profile = self.profile
         try:
             protection.provision(self._linears, probes=self.options.integrity_probes)

@@ -84,7 +84,7 @@ class Protection(ABC):
     # One sentence for people who start the service; empty when there is nothing to warn of.
     warning: ClassVar[str] = ""
 
-    def __init__(self, transport: Transport, masks: MaskOptions | None = None) -> None:
+    def __init__(self, transport: Transport, *, masks: MaskOptions | None = None) -> None:
         self.transport = transport
         self.masks = masks or MaskOptions()
         self.profile = Profile()

@@ -79,7 +79,7 @@ def linear_of(weight: NDArray[np.floating], weight_id: int = 0) -> Linear:
 def protect(scheme: type[Protection], transport: Transport, key: int = 1) -> Protection:
     """``scheme`` with a fixed key where it has one."""
     if issubclass(scheme, GeloProtection):
-        return scheme(transport, key_of(key))
+        return scheme(transport, key=key_of(key))
     return Plain(transport)
 
 

@@ -64,7 +64,7 @@ def test_a_shared_mask_takes_fewer_rows_and_gives_the_same_result(name: str) -> 
     rows = {}
     for shared in (False, True):
         transport = ExactTransport([WEIGHT])
-        protection = SCHEMES[name](transport, MaskOptions(shared_decode=shared))
+        protection = SCHEMES[name](transport, masks=MaskOptions(shared_decode=shared))
         # f16 operands under a mask: 2^-11 relative per element, times the mix's energy (< 5).
         assert run(protection, [1] * 8) < 5 * 2.0**-11
         rows[shared] = len(transport.operands[0])
@@ -77,7 +77,7 @@ def test_a_shared_mask_takes_fewer_rows_and_gives_the_same_result(name: str) -> 
 def test_a_mask_lives_for_a_pass_or_an_offload(
     name: str, fresh: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    protection = SCHEMES[name](ExactTransport([WEIGHT]), MaskOptions(per_offload=fresh))
+    protection = SCHEMES[name](ExactTransport([WEIGHT]), masks=MaskOptions(per_offload=fresh))
     assert isinstance(protection, GeloProtection)
     drawn: list[Mask] = []
     wiped: list[Mask] = []

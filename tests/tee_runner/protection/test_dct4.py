@@ -40,7 +40,7 @@ ONE = np.float32(1.0)
 
 
 def mask_of(s: int, key: int = 1) -> Dct4Mask:
-    return Dct4Mask(Dct4(ExactTransport(), key_of(key)), s - SHIELD_ROWS)
+    return Dct4Mask(Dct4(ExactTransport(), key=key_of(key)), s - SHIELD_ROWS)
 
 
 def unapply(mask: Dct4Mask | Dct4DenseMask, result: Float64) -> Float32:
@@ -159,11 +159,11 @@ def test_unapply_undoes_the_mask(s: int, d: int, seed: int) -> None:
 
 
 def test_small_masks_are_multiplied_out_and_large_ones_are_not() -> None:
-    protection = Dct4(ExactTransport(), key_of(1))
+    protection = Dct4(ExactTransport(), key=key_of(1))
     assert isinstance(protection.new_mask(DENSE_ROWS - SHIELD_ROWS), Dct4DenseMask)
     assert isinstance(protection.new_mask(DENSE_ROWS - SHIELD_ROWS + 1), Dct4Mask)
     # Both kinds take the same signs from the same stream.
-    dense, fast = Dct4(ExactTransport(), key_of(3)), Dct4(ExactTransport(), key_of(3))
+    dense, fast = Dct4(ExactTransport(), key=key_of(3)), Dct4(ExactTransport(), key=key_of(3))
     left = Dct4DenseMask(dense, 30)._mask[:38].astype(np.float64)
     right = dct4_reference(Dct4Mask(fast, 30)._signs, np.eye(38))
     assert np.max(np.abs(left - right)) < SINGLE_ROUNDING
@@ -178,7 +178,7 @@ def test_plans_are_public_and_shared(s: int) -> None:
 
 
 def test_auto_pads_by_at_most_the_limit() -> None:
-    protection = Auto(ExactTransport(), key_of(1))
+    protection = Auto(ExactTransport(), key=key_of(1))
     for n in range(1, 3000):
         exact = n + SHIELD_ROWS
         padded = 1 << (exact - 1).bit_length()

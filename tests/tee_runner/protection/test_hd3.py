@@ -69,7 +69,7 @@ def test_a_draw_that_would_show_a_row_is_refused(n: int, monkeypatch: pytest.Mon
         return signs
 
     monkeypatch.setattr(hd3, "draw_signs", draw)
-    mask = Hd3(ExactTransport(), key_of(2)).new_mask(n)
+    mask = Hd3(ExactTransport(), key=key_of(2)).new_mask(n)
     assert isinstance(mask, Hd3Mask)
     assert len(drawn) >= 4
     assert np.max(np.abs(matrix_of(mask)[:, :n])) <= LARGEST_ENTRY
@@ -77,7 +77,7 @@ def test_a_draw_that_would_show_a_row_is_refused(n: int, monkeypatch: pytest.Mon
 
 
 def test_masks_that_are_kept_have_no_large_entry() -> None:
-    protection = Hd3(ExactTransport(), key_of(21))
+    protection = Hd3(ExactTransport(), key=key_of(21))
     refused = 0
     stream = key_of(22).stream("signs")
     draws = 4000
@@ -113,7 +113,7 @@ def test_serial_and_parallel_kernels_agree_bit_by_bit(s: int) -> None:
 
 
 def test_kernels_refuse_what_they_cannot_address() -> None:
-    mask = Hd3(ExactTransport(), key_of(1)).new_mask(20)
+    mask = Hd3(ExactTransport(), key=key_of(1)).new_mask(20)
     rows, ones, one = np.zeros((20, 32), np.float32), np.ones(20, np.float32), np.float32(1.0)
     operand, normals = np.zeros((32, 32), np.uint16), np.zeros(12 * 32, np.float32)
     with pytest.raises(ValueError, match="contiguous"):

@@ -37,7 +37,7 @@ ONE = np.float32(1.0)
 
 
 def new_mask(scheme: type[GeloProtection], n: int, key: int = 1) -> Mask:
-    return scheme(ExactTransport(), key_of(key)).new_mask(n)
+    return scheme(ExactTransport(), key=key_of(key)).new_mask(n)
 
 
 def unapply(mask: Mask, result: Float32) -> Float32:
@@ -257,7 +257,7 @@ def test_the_same_statistics_reject_qr_without_the_sign_fix(unfixed_draws: Float
 
 
 def test_hd3_entries_have_mean_zero_and_variance_one_over_s() -> None:
-    protection = Hd3(ExactTransport(), key_of(13))
+    protection = Hd3(ExactTransport(), key=key_of(13))
     count = 1000
     matrices = np.stack([matrix_of(protection.new_mask(8)) for _ in range(count)])
     s = matrices.shape[1]
@@ -268,7 +268,7 @@ def test_hd3_entries_have_mean_zero_and_variance_one_over_s() -> None:
 
 
 def test_hd3_signs_are_independent_coins() -> None:
-    protection = Hd3(ExactTransport(), key_of(14))
+    protection = Hd3(ExactTransport(), key=key_of(14))
     signs = np.stack([protection.new_mask(56)._signs for _ in range(500)]).astype(np.float64)  # type: ignore[attr-defined]
     assert signs.shape == (500, 3, 64)
     limit = 5 / np.sqrt(500)
@@ -292,7 +292,7 @@ def test_wipe_overwrites_the_mask(scheme: type[GeloProtection], n: int) -> None:
 
 @pytest.mark.parametrize("scheme", GELO_SCHEMES)
 def test_masks_of_one_stream_differ(scheme: type[GeloProtection]) -> None:
-    protection = scheme(ExactTransport(), key_of(1))
+    protection = scheme(ExactTransport(), key=key_of(1))
     A, B = matrix_of(protection.new_mask(20)), matrix_of(protection.new_mask(20))
     other = matrix_of(new_mask(scheme, 20, key=2))
     # The angle between independent uniform matrices: tr(AᵀB) is about N(0, 1), of at most s.

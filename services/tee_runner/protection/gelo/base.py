@@ -84,9 +84,9 @@ class GeloProtection(Protection):
     )
 
     def __init__(
-        self, transport: Transport, masks: MaskOptions | None = None, *, key: SecretKey | None = None
+        self, transport: Transport, *, masks: MaskOptions | None = None, key: SecretKey | None = None
     ) -> None:
-        super().__init__(transport, masks)
+        super().__init__(transport, masks=masks)
         key = key or SecretKey()
         self.mask_stream = key.stream("mask")
         self.shield = ShieldStock(key.stream("shield"))
