@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tee_runner.api.protocol import ErrorBody, ErrorResponse
 from tee_runner.errors import CapacityError, Fault, GeloError, InvalidRequestError, ModelError, WorkerError
+from tee_runner.hardening import where
+
+log = logging.getLogger(__name__)
 
 
 def error_body(error: GeloError) -> ErrorBody:
@@ -39,6 +45,22 @@ def _response(status: int, body: ErrorBody) -> JSONResponse:
 
 def _plain(status: int, code: str, message: str, fault: Fault, remedy: str = "") -> JSONResponse:
     return _response(status, ErrorBody(code=code, message=message, fault=fault, remedy=remedy))
+
+
+def without_values(app: ASGIApp) -> ASGIApp:
+    """``app``, with unexpected exceptions logged by type and place only.
+
+    The framework answers them and raises them again, and the server would then log the
+    message, which may quote what a request contained.
+    """
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await app(scope, receive, send)
+        except Exception as error:
+            log.error("a request failed: %s", where(error))
+
+    return guarded
 
 
 def install(app: FastAPI) -> None:

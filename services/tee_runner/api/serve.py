@@ -16,6 +16,7 @@ from attestation.server import ratls_protocol
 from attestation.simulated import SimulatedPsp
 from attestation.statement import Statement
 from tee_runner.api.app import create_app
+from tee_runner.api.errors import without_values
 from tee_runner.api.metrics import serve_metrics
 from tee_runner.engine.runtime import Progress, Runtime, RuntimeOptions
 from tee_runner.engine.scheduler import Scheduler
@@ -103,7 +104,7 @@ class _Server(uvicorn.Server):
     def __init__(self, identity: ServerIdentity, scheduler: Scheduler, on_ready: Callable[[], None]) -> None:
         super().__init__(
             uvicorn.Config(
-                create_app(scheduler, identity),
+                without_values(create_app(scheduler, identity)),
                 http=ratls_protocol(identity),
                 log_config=None,
                 access_log=False,

@@ -18,6 +18,7 @@ from attestation.simulated import SimulatedPsp
 from attestation.statement import Statement
 from tee_runner.api.app import create_app
 from tee_runner.api.body_limit import MAX_BODY_BYTES
+from tee_runner.api.errors import without_values
 from tee_runner.api.metrics import EngineCollector
 from tee_runner.engine.scheduler import EngineStats
 from tee_runner.engine.sequence import Event, FinishEvent, GenerationRequest, TokenEvent
@@ -328,3 +329,22 @@ def test_metrics_are_counts_only(scheduler: FakeScheduler) -> None:
     assert families["gelo_worker_connected"].samples[0].value == 1
     labels = {name for family in families.values() for sample in family.samples for name in sample.labels}
     assert labels == {"bucket"}
+
+
+def test_an_unexpected_exception_reaches_no_log_with_its_message(
+    app: FastAPI, scheduler: FakeScheduler, caplog: pytest.LogCaptureFixture
+) -> None:
+    def explode(request: Any, sink: Any) -> Any:
+        raise RuntimeError("a very private sentence")
+
+    scheduler.submit = explode  # type: ignore[method-assign]
+
+    async def go() -> httpx.Response:
+        # Raises what the application raises: the guard must let nothing through.
+        transport = httpx.ASGITransport(app=without_values(app), raise_app_exceptions=True)  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="https://test") as client:
+            return await client.post("/generate", json={"prompt": "a"})
+
+    assert asyncio.run(go()).status_code == 500
+    assert "RuntimeError at " in caplog.text
+    assert "private" not in caplog.text
