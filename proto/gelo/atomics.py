@@ -56,6 +56,47 @@ def atomic_add(typing_context: Any, address: Any, value: Any) -> Any:
 
 
 @intrinsic
+def plain_load(typing_context: Any, address: Any) -> Any:
+    """The int64 at ``address``, read once, ordered by the atomic accesses around it only."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load_atomic(_pointer(builder, arguments[0]), "monotonic", 8)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def plain_store(typing_context: Any, address: Any, value: Any) -> Any:
+    """Store int64 ``value`` at ``address``, ordered by the atomic accesses around it only."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.store_atomic(arguments[1], _pointer(builder, arguments[0]), "monotonic", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def monotonic_ns(typing_context: Any) -> Any:
+    """``CLOCK_MONOTONIC`` in nanoseconds, the clock of ``time.perf_counter_ns``."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.ArrayType(_I64, 2)
+        with builder.goto_entry_block():
+            moment = builder.alloca(kind)
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(_I32, [_I32, moment.type]), "clock_gettime"
+        )
+        builder.call(function, [_I32(1), moment])
+        place = builder.ptrtoint(moment, _I64)
+        seconds = builder.load(_pointer(builder, place), typ=_I64)
+        rest = builder.load(_pointer(builder, builder.add(place, _I64(8))), typ=_I64)
+        return builder.add(builder.mul(seconds, _I64(1_000_000_000)), rest)
+
+    return types.int64(), codegen
+
+
+@intrinsic
 def yield_cpu(typing_context: Any) -> Any:
     """``sched_yield(2)``: lets a thread that has work use this core."""
 

@@ -12,6 +12,8 @@ _VERSION = 1
 # magic, version, status, sequence, weight_id, rows, d_in, d_out, operand_offset,
 # result_offset, compute_ns, reserved
 _LAYOUT = struct.Struct("<IHHQIIIIQQQQ")
+# The first eight bytes of a header of status OK, as a little-endian integer.
+PREAMBLE = _VERSION << 32 | _MAGIC
 assert _LAYOUT.size == HEADER_BYTES  # noqa: S101 - a fact about this module, checked at import
 
 MAX_DIMENSION = 1 << 24

@@ -28,16 +28,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gelo.atomics import load_word, spin_while_equal, store_word
+from gelo.atomics import load_word, store_word
+from gelo.doorbell_kernels import WORDS, ring_header, wait_header
 from gelo.header import HEADER_BYTES
 
 CONTROL_BYTES = 4096
 MAX_SLAB_BYTES = 1 << 36
 _PAGE = 4096
+# Shapes whose views are kept: prompts have many lengths.
+_MAX_VIEWS = 1 << 10
 # Each word on a cache line of its own.
 _REQUEST_WORD, _RESPONSE_WORD = 0, 64
 _RUNNER_SLEEPS, _WORKER_SLEEPS = 128, 192
 _REQUEST_HEADER, _RESPONSE_HEADER = 256, 320
+_SEEN, _RUNG = 5, 6
 
 _ATTACH = struct.Struct("<16sQQ")
 ATTACH_BYTES = _ATTACH.size
@@ -101,6 +105,7 @@ class Slab:
         self.sizes = sizes
         self._map = mmap.mmap(descriptor, sizes.total)
         self.memory: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
+        self._views: dict[tuple[int, int, int], NDArray[np.generic]] = {}
         self._base = int(self.memory.ctypes.data)
 
     @classmethod
@@ -142,21 +147,32 @@ class Slab:
         """The result area as ``(rows, d_out)`` float32."""
         return self._area(self.sizes.result_start, self.sizes.result, rows, d_out, np.dtype(np.float32))
 
+    def areas(self) -> tuple[NDArray[np.uint16], NDArray[np.float32]]:
+        """The whole operand area as float16 bits, and the whole result area."""
+        operand = self.memory[CONTROL_BYTES : CONTROL_BYTES + self.sizes.operand // 2 * 2]
+        start = self.sizes.result_start
+        return operand.view(np.uint16), self.memory[start : start + self.sizes.result // 4 * 4].view(
+            np.float32
+        )
+
     def _area(
         self, start: int, capacity: int, rows: int, columns: int, dtype: np.dtype[np.generic]
     ) -> NDArray[np.generic]:
+        view = self._views.get((start, rows, columns))
+        if view is not None:
+            return view
         size = rows * columns * dtype.itemsize
         if rows <= 0 or columns <= 0 or size > capacity:
             raise SlabError(f"{rows} x {columns} {dtype} does not fit an area of {capacity} bytes")
-        return self.memory[start : start + size].view(dtype).reshape(rows, columns)
+        if len(self._views) >= _MAX_VIEWS:
+            self._views.clear()
+        view = self.memory[start : start + size].view(dtype).reshape(rows, columns)
+        self._views[start, rows, columns] = view
+        return view
 
     def word(self, offset: int) -> int:
         """Address of the control word at ``offset``."""
         return self._base + offset
-
-    def read_header(self, offset: int) -> bytes:
-        """A private copy of a header."""
-        return self.memory[offset : offset + HEADER_BYTES].tobytes()
 
     def write_header(self, offset: int, header: bytes) -> None:
         """Write a header, before its word is stored."""
@@ -188,7 +204,41 @@ class Doorbell:
         sleeps = (_RUNNER_SLEEPS, _WORKER_SLEEPS)
         my_sleep, their_sleep = sleeps if runner else sleeps[::-1]
         self._my_sleep, self._their_sleep = slab.word(my_sleep), slab.word(their_sleep)
-        self._seen = 0
+        # For compiled loops: addresses of their header and word, of my header and word and of their
+        # sleep word; what was in their word last; what was rung last.
+        self.state: NDArray[np.int64] = np.array(
+            [
+                slab.word(self._their_header), self._their_word, slab.word(self._my_header), self._my_word,
+                self._their_sleep, 0, 0,
+            ],
+            dtype=np.int64,
+        )  # fmt: skip
+        # The header received last as words, and the value of its word.
+        self.words: NDArray[np.int64] = np.zeros(WORDS + 1, dtype=np.int64)
+
+    @property
+    def _seen(self) -> int:
+        return int(self.state[_SEEN])
+
+    @property
+    def rung(self) -> int:
+        """The sequence number rung last."""
+        return int(self.state[_RUNG])
+
+    def ring_offload(
+        self, sequence: int, weight_id: int, rows: int, d_in: int, d_out: int, *, compute_ns: int = 0
+    ) -> None:
+        """:meth:`ring` with a header of status OK made of these values.
+
+        Raises:
+            DoorbellClosedError: the other side is gone.
+        """
+        self.state[_RUNG] = sequence
+        if ring_header(
+            self._slab.word(self._my_header), self._my_word, self._their_sleep, 0, sequence, weight_id,
+            rows, d_in, d_out, compute_ns,
+        ):  # fmt: skip
+            self.wake()
 
     def ring(self, sequence: int, header: bytes) -> None:
         """Publish ``header`` under ``sequence`` (> 0, different from the last one).
@@ -196,15 +246,24 @@ class Doorbell:
         Raises:
             DoorbellClosedError: the other side is gone.
         """
+        self.state[_RUNG] = sequence
         self._slab.write_header(self._my_header, header)
         store_word(self._my_word, sequence)
         if load_word(self._their_sleep):
-            try:
-                self._peer.send(b"\1", socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                pass  # a wake-up is already queued
-            except OSError as error:
-                raise DoorbellClosedError("the other side closed its doorbell") from error
+            self.wake()
+
+    def wake(self) -> None:
+        """Wake the other side, which announced that it sleeps.
+
+        Raises:
+            DoorbellClosedError: the other side is gone.
+        """
+        try:
+            self._peer.send(b"\1", socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            pass  # a wake-up is already queued
+        except OSError as error:
+            raise DoorbellClosedError("the other side closed its doorbell") from error
 
     def wait(self, timeout: float | None) -> bytes:
         """The other side's next header (64 bytes, private copy, unchecked).
@@ -213,11 +272,16 @@ class Doorbell:
             DoorbellTimeoutError: nothing within ``timeout`` seconds.
             DoorbellClosedError: the other side is gone.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        if not spin_while_equal(self._their_word, self._seen, self._spins):
-            self._sleep(deadline)
-        self._seen = load_word(self._their_word)
-        return self._slab.read_header(self._their_header)
+        return self.wait_words(timeout)[:WORDS].tobytes()
+
+    def wait_words(self, timeout: float | None) -> NDArray[np.int64]:
+        """:meth:`wait`; the header as eight int64 words, valid until the next call."""
+        words, header = self.words, self._slab.word(self._their_header)
+        if not wait_header(self._their_word, self._seen, self._spins, header, words):
+            self._sleep(None if timeout is None else time.monotonic() + timeout)
+            wait_header(self._their_word, self._seen, 0, header, words)
+        self.state[_SEEN] = words[WORDS]
+        return words
 
     def _sleep(self, deadline: float | None) -> None:
         store_word(self._my_sleep, 1)

@@ -10,6 +10,7 @@ import tempfile
 import threading
 from pathlib import Path
 
+from gelo.doorbell_kernels import WORDS
 from gelo.header import HeaderError, OffloadHeader, Status
 from gelo.slab import (
     ATTACH_BYTES,
@@ -19,6 +20,7 @@ from gelo.slab import (
     Slab,
     SlabError,
 )
+from gpu_worker.engines.base import Left
 from gpu_worker.session import Session, Sessions, fits
 
 log = logging.getLogger(__name__)
@@ -51,8 +53,10 @@ class DoorbellServer:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._thread.join()
-        # A busy runner rings without touching the socket; the flag reaches its thread.
+        # A busy runner rings without touching the socket; the flag reaches its thread, once it has
+        # come out of its loop.
         self._closing = True
+        self._sessions.interrupt()
         with self._lock:
             served = dict(self._served)
             for peer in served:
@@ -110,16 +114,21 @@ class DoorbellServer:
         return session, slab
 
     def _answer(self, session: Session, slab: Slab, doorbell: Doorbell) -> None:
-        answers = 0
+        loop = self._sessions.loop(session, slab, doorbell)
         while not self._closing:
-            raw = doorbell.wait(None)
-            answers += 1
-            try:
-                header = OffloadHeader.unpack(raw)
-            except HeaderError as error:
-                log.warning("doorbell: bad header: %s", error)
-                return
-            doorbell.ring(answers, self._run(session, slab, header).pack())
+            left = Left.IDLE if loop is None else self._sessions.run_loop(session, loop, _SPINS)
+            if left == Left.WANTED:
+                os.sched_yield()
+            elif left == Left.ASLEEP:
+                doorbell.wake()
+            else:
+                raw = doorbell.words[:WORDS].tobytes() if left == Left.REQUEST else doorbell.wait(None)
+                try:
+                    header = OffloadHeader.unpack(raw)
+                except HeaderError as error:
+                    log.warning("doorbell: bad header: %s", error)
+                    return
+                doorbell.ring(doorbell.rung + 1, self._run(session, slab, header).pack())
 
     def _run(self, session: Session, slab: Slab, header: OffloadHeader) -> OffloadHeader:
         try:

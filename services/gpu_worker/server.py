@@ -19,6 +19,7 @@ from gelo.header import HeaderError, OffloadHeader, Status
 from gelo.v1 import worker_pb2, worker_pb2_grpc
 from gpu_worker.doorbell import DoorbellServer
 from gpu_worker.engines.base import Engine, EngineError
+from gpu_worker.lock import EngineLock
 from gpu_worker.session import Session, Sessions, fits
 from gpu_worker.weights import UploadError, WeightStore, weight_key
 
@@ -43,7 +44,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     """Implements ``gelo.v1.Worker`` on one engine."""
 
     def __init__(self, engine: Engine, settings: WorkerSettings) -> None:
-        lock = self._lock = threading.RLock()
+        lock = self._lock = EngineLock()
         self._engine = engine
         self._store = WeightStore(engine, lock, capacity=settings.weight_memory)
         self._sessions = Sessions(engine, self._store, lock, limit=settings.max_sessions)

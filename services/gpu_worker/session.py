@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import threading
 import time
 from dataclasses import dataclass, field
 
@@ -11,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gelo.header import OffloadHeader, Status
-from gpu_worker.engines.base import Engine, EngineError, LoadedWeight
+from gelo.slab import Doorbell, Slab
+from gpu_worker.engines.base import Engine, EngineError, Left, LoadedWeight, OffloadLoop
+from gpu_worker.lock import EngineLock
 from gpu_worker.weights import WeightStore
 
 
@@ -33,7 +34,7 @@ _UNATTACHED_S = 60.0
 class Sessions:
     """Open sessions, and the one lock that serialises the engine. Thread-safe."""
 
-    def __init__(self, engine: Engine, store: WeightStore, lock: threading.RLock, *, limit: int) -> None:
+    def __init__(self, engine: Engine, store: WeightStore, lock: EngineLock, *, limit: int) -> None:
         self._engine = engine
         self._store = store
         self._lock = lock
@@ -72,6 +73,23 @@ class Sessions:
             session = self._open.pop(session_id, None)
             if session is not None:
                 self._store.release(session.keys)
+
+    def loop(self, session: Session, slab: Slab, doorbell: Doorbell) -> OffloadLoop | None:
+        """See :meth:`Engine.loop`."""
+        with self._lock:
+            return self._engine.loop(session.weights, slab, doorbell)
+
+    def run_loop(self, session: Session, loop: OffloadLoop, spins: int) -> Left:
+        """Give ``loop`` the engine until there is a reason to come back."""
+        with self._lock:
+            if session.session_id in self._open:
+                return loop.serve(self._lock.wanted, spins)
+        return Left.IDLE
+
+    def interrupt(self) -> None:
+        """Have a loop that runs come back."""
+        with self._lock:
+            pass
 
     def execute(
         self,

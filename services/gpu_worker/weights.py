@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import struct
-import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
@@ -12,6 +11,7 @@ import numpy as np
 
 from gelo.header import MAX_DIMENSION
 from gpu_worker.engines.base import Engine, LoadedWeight
+from gpu_worker.lock import EngineLock
 
 MAX_WEIGHT_BYTES = 1 << 33
 
@@ -32,7 +32,7 @@ class WeightStore:
     no open session uses. Thread-safe; ``lock`` serialises every use of the engine.
     """
 
-    def __init__(self, engine: Engine, lock: threading.RLock, *, capacity: int) -> None:
+    def __init__(self, engine: Engine, lock: EngineLock, *, capacity: int) -> None:
         self._engine = engine
         self._lock = lock
         self._capacity = capacity

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gelo.header import OffloadHeader
+from gelo.slab import Doorbell, Slab
 from gpu_worker import server as server_module
 from gpu_worker.engines import create_engine
 from gpu_worker.session import Session, Sessions
@@ -69,6 +70,9 @@ class LyingSessions(Sessions):
         self._previous: dict[tuple[int, int], Result] = {}
         self._lie = ""
         self._left = 0
+
+    def loop(self, session: Session, slab: Slab, doorbell: Doorbell) -> None:
+        """Every offload comes by :meth:`execute`."""
 
     def execute(
         self, session: Session, header: OffloadHeader, operand: Operand, result: Result

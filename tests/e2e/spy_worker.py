@@ -45,6 +45,9 @@ recorder: Recorder
 class SpySessions(Sessions):
     """Records operands, and the results of the last weight (the LM head), with the weight's digest."""
 
+    def loop(self, session: Session, slab: Slab, doorbell: Doorbell) -> None:
+        """Every offload comes by :meth:`execute`."""
+
     def execute(
         self,
         session: Session,

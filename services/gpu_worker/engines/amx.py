@@ -246,13 +246,14 @@ def planes_needed(weight: Any) -> int:
     return 2 if low else 1
 
 
-def tiles_shape(rows: int, depth: int) -> tuple[int, int, int, int, int]:
+@numba.njit(nogil=True, cache=True)
+def tiles_shape(rows: int, depth: int) -> Any:
     """The shape of the split operand, see :func:`split_operand`: blocks of equal height, at most 16.
 
     More than one block: an even number, they are multiplied in pairs.
     """
-    blocks = 1 if rows <= TILE_ROWS else -(-rows // (2 * TILE_ROWS)) * 2
-    return blocks, -(-depth // STEP), 2, -(-rows // blocks), STEP
+    blocks = 1 if rows <= TILE_ROWS else (rows + 2 * TILE_ROWS - 1) // (2 * TILE_ROWS) * 2
+    return blocks, (depth + STEP - 1) // STEP, 2, (rows + blocks - 1) // blocks, STEP
 
 
 def aligned_zeros(size: int) -> NDArray[np.uint16]:

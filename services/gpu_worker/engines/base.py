@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from gelo.slab import Doorbell, Slab
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +39,25 @@ class EngineError(RuntimeError):
     """The engine cannot do what was asked; the message says why."""
 
 
+class Left(IntEnum):
+    """Why an :class:`OffloadLoop` came back. All but ``REQUEST`` have nothing left to answer."""
+
+    IDLE = 0  # no request for as many yields as were asked for
+    WANTED = 1  # somebody else waits for the engine
+    ASLEEP = 2  # the runner sleeps: it must be woken
+    REQUEST = 3  # the request received last is not for the loop
+
+
+class OffloadLoop(Protocol):
+    """Answers the offloads of one session for as long as it can."""
+
+    def serve(self, wanted: int, spins: int) -> Left:
+        """Wait for requests, ``spins`` yields for each, and answer them.
+
+        ``wanted`` is the address of an int64 that is not 0 while somebody else waits for the engine.
+        """
+
+
 class Engine(ABC):
     """Matrix products with f16 operands and f32 accumulation.
 
@@ -59,6 +83,10 @@ class Engine(ABC):
     @abstractmethod
     def matmul(self, weight: LoadedWeight, operand: NDArray[np.float16], out: NDArray[np.float32]) -> None:
         """``out[...] = operand @ weight.T``: ``(m, d_in)`` f16 to ``(m, d_out)`` f32, m >= 1."""
+
+    def loop(self, weights: Sequence[LoadedWeight], slab: Slab, doorbell: Doorbell) -> OffloadLoop | None:
+        """Something that answers a slab's offloads faster than one :meth:`matmul` at a time, if there is."""
+        return None
 
     def close(self) -> None:  # noqa: B027 - an engine without resources has nothing to free
         """Free everything."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu_worker.engines import amx
+from gelo.slab import Doorbell, Slab
+from gpu_worker.engines import amx, cpu_loop
 from gpu_worker.engines.amx_tiles import PANELS, STEP
-from gpu_worker.engines.base import Engine, EngineError, EngineInfo, LoadedWeight
+from gpu_worker.engines.base import Engine, EngineError, EngineInfo, LoadedWeight, OffloadLoop
 from gpu_worker.engines.microkernel import LANES, padded_rows, widen_operand
 from gpu_worker.engines.team import Team
 
@@ -109,6 +111,21 @@ class CpuEngine(Engine):
             packed[full, :d_in, : d_out - full * LANES] = weight[full * LANES :].T
         planes = amx.planes_needed(words) if self._amx else 0
         return LoadedWeight(d_in=d_in, d_out=d_out, state=_Panels(packed, planes))
+
+    def loop(self, weights: Sequence[LoadedWeight], slab: Slab, doorbell: Doorbell) -> OffloadLoop:
+        """See :meth:`Engine.loop`."""
+        table = np.zeros((len(weights), cpu_loop.COLUMNS), dtype=np.int64)
+        for row, weight in zip(table, weights, strict=True):
+            state = weight.state
+            if not isinstance(state, _Panels):
+                raise EngineError("this weight was loaded by another engine")
+            panels, depth, _ = state.packed.shape
+            row[: cpu_loop.FEWEST_ROWS] = (
+                weight.d_in, weight.d_out, state.packed.ctypes.data, depth, panels,
+            )  # fmt: skip
+            row[cpu_loop.FEWEST_ROWS] = _AMX_ROWS.get(state.planes, cpu_loop.MAX_ROWS + 1)
+            row[cpu_loop.KERNEL] = self._amx.get(state.planes, 0)
+        return cpu_loop.CpuLoop(self._team, table, slab, doorbell)
 
     def unload(self, weight: LoadedWeight) -> None:
         """See :meth:`Engine.unload`. The memory goes with the last reference."""

@@ -202,9 +202,8 @@ OPERAND, WEIGHT, DEPTH, OUT, ROWS, PANELS, CHUNK, OPERAND_STRIDE, OUT_STRIDE = r
 # 14 is the address of the function ``(job address, first panel, panels)`` for a chunk, 0 for
 # the kernel in this module. It is an address so that only machines that have it compile it.
 TICKET, CHUNKS, DONE, SLEEPING, STOP, KERNEL = range(9, 15)
-# What helpers watch: 16 changes with every job, 17 with those the reserve is called to, and
-# 18 counts a sleeping reserve as 12 counts the others.
-CALL, RESERVE_CALL, RESERVE_SLEEPING = 16, 17, 18
+# 16 is what helpers watch: the epoch of the current job. 17 is the size of the team.
+CALL, SIZE = 16, 17
 _MASK = 0xFFFFFFFF
 
 

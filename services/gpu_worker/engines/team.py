@@ -4,13 +4,14 @@ A decode step hands the engine a new product every 100 µs or so. Waking a sleep
 costs about half of that, so helpers stay awake for a bounded while after each job and give
 their core away whenever another thread wants it; after that they sleep until called.
 
-When the team is as large as the machine, its last helper is a *reserve*: it sleeps between
-jobs and is called to long ones only. On the same host the runner spins on a core while it
-waits for a short job, and a spinning helper that shares that core with it comes too late.
+A team as large as the machine pins its threads to one processor each. On the same host the
+runner spins, too, while it waits; a scheduler that puts two of the team on one processor because
+the other looks busy makes each job wait for the slower half.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from typing import Any
@@ -35,15 +36,13 @@ from gpu_worker.engines.microkernel import (
     DONE,
     JOB_WORDS,
     KERNEL,
-    LANES,
     OPERAND,
     OPERAND_STRIDE,
     OUT,
     OUT_STRIDE,
     PANELS,
-    RESERVE_CALL,
-    RESERVE_SLEEPING,
     ROWS,
+    SIZE,
     SLEEPING,
     STOP,
     TICKET,
@@ -53,19 +52,23 @@ from gpu_worker.engines.microkernel import (
 
 # Yields before a helper sleeps: about a millisecond, longer than the gap between two offloads.
 _HELPER_SPINS = 3000
-# A job this long on one thread is worth waking the reserve for. The estimate takes the larger
-# of arithmetic at 150 GFLOP/s and reading the weights at 15 GB/s.
-_RESERVE_SECONDS = 5e-5
-_FLOPS, _BYTES_PER_SECOND = 1.5e11, 1.5e10
+_EPOCHS = 0x3FFFFFFF
 
 
 @numba.njit(nogil=True, cache=True)
-def _lead(
-    job: Any, base: int, epoch: int, operand: int, operand_stride: int, weight: int, depth: int,
-    out: int, out_stride: int, rows: int, panels: int, chunk: int, kernel: int, reserve: bool,
+def lead(
+    job: Any, base: int, operand: int, operand_stride: int, weight: int, depth: int, out: int,
+    out_stride: int, rows: int, panels: int, kernel: int,
 ) -> None:  # fmt: skip
-    """Publish a job, call the helpers, do a share of it, and wait for theirs."""
-    chunks = -(-panels // chunk)
+    """Publish a job, call the helpers, do a share of it, and wait for theirs. See :meth:`Team.run`."""
+    epoch = (atomic_load(base + 8 * CALL) + 1) & _EPOCHS
+    size = job[SIZE]
+    chunk = max(1, min(64, panels // (4 * size)))
+    if panels >= 32 * size:
+        chunk = (chunk + 7) // 8 * 8
+    if kernel:
+        chunk = (chunk + 3) // 4 * 4
+    chunks = (panels + chunk - 1) // chunk
     job[OPERAND] = operand
     job[OPERAND_STRIDE] = operand_stride
     job[WEIGHT] = weight
@@ -82,28 +85,24 @@ def _lead(
     atomic_store(base + 8 * CALL, epoch)
     if atomic_load(base + 8 * SLEEPING) > 0:
         futex_wake(base + 8 * CALL, 1 << 30)
-    if reserve:
-        atomic_store(base + 8 * RESERVE_CALL, epoch)
-        if atomic_load(base + 8 * RESERVE_SLEEPING) > 0:
-            futex_wake(base + 8 * RESERVE_CALL, 1)
     work(job, base)
     while atomic_load(base + 8 * DONE) != chunks:
         yield_cpu()
 
 
 @numba.njit(nogil=True, cache=True)
-def _help(job: Any, base: int, call: int, sleeping: int, spins: int) -> None:
-    """Join the jobs that change word ``call``: spin for it, then sleep, until told to stop."""
+def _help(job: Any, base: int, spins: int) -> None:
+    """Join every job: spin for the next, then sleep, until told to stop."""
     seen = 0
     while True:
-        if not spin_while_equal(base + 8 * call, seen, spins):
-            atomic_add(base + 8 * sleeping, 1)
-            while atomic_load(base + 8 * call) == seen and atomic_load(base + 8 * STOP) == 0:
-                futex_wait(base + 8 * call, seen)
-            atomic_add(base + 8 * sleeping, -1)
+        if not spin_while_equal(base + 8 * CALL, seen, spins):
+            atomic_add(base + 8 * SLEEPING, 1)
+            while atomic_load(base + 8 * CALL) == seen and atomic_load(base + 8 * STOP) == 0:
+                futex_wait(base + 8 * CALL, seen)
+            atomic_add(base + 8 * SLEEPING, -1)
         if atomic_load(base + 8 * STOP) != 0:
             return
-        seen = atomic_load(base + 8 * call)
+        seen = atomic_load(base + 8 * CALL)
         work(job, base)
 
 
@@ -111,29 +110,35 @@ def _help(job: Any, base: int, call: int, sleeping: int, spins: int) -> None:
 def _dismiss(base: int) -> None:
     """Ask all helpers to leave."""
     atomic_store(base + 8 * STOP, 1)
-    for call in (CALL, RESERVE_CALL):
-        atomic_add(base + 8 * call, 1)
-        futex_wake(base + 8 * call, 1 << 30)
+    atomic_add(base + 8 * CALL, 1)
+    futex_wake(base + 8 * CALL, 1 << 30)
 
 
 class Team:
     """``threads`` threads in all, the caller among them. One caller at a time."""
 
     def __init__(self, threads: int) -> None:
-        reserve = threads > 1 and threads >= len(os.sched_getaffinity(0))
         # One word a cache line would be tidier; the words are touched once per 50 µs.
-        self._job = np.zeros(JOB_WORDS, dtype=np.int64)
-        self._base = int(self._job.ctypes.data)
-        self._epoch = 0
-        self._has_reserve = reserve
-        spinning = max(0, threads - 1 - int(reserve))
-        roles = [(CALL, SLEEPING, _HELPER_SPINS)] * spinning
-        roles += [(RESERVE_CALL, RESERVE_SLEEPING, 0)] * int(reserve)
+        self.job = np.zeros(JOB_WORDS, dtype=np.int64)
+        self.job[SIZE] = threads
+        self.base = int(self.job.ctypes.data)
+        processors = sorted(os.sched_getaffinity(0))
+        self._processors = processors if 1 < threads == len(processors) else []
         self._helpers = [
-            threading.Thread(target=_help, args=(self._job, self._base, *role), daemon=True) for role in roles
+            threading.Thread(target=self._join, args=(index,), daemon=True) for index in range(1, threads)
         ]
         for helper in self._helpers:
             helper.start()
+
+    def _join(self, index: int) -> None:
+        self.pin(index)
+        _help(self.job, self.base, _HELPER_SPINS)
+
+    def pin(self, index: int = 0) -> None:
+        """Keep the calling thread, number ``index`` of the team, on its processor if it has one."""
+        if self._processors:
+            with contextlib.suppress(OSError):  # the processors were taken away meanwhile
+                os.sched_setaffinity(0, {self._processors[index]})
 
     @property
     def size(self) -> int:
@@ -148,24 +153,12 @@ class Team:
 
         ``kernel`` is the address of a compiled function for a chunk, 0 the vector kernel.
         """
-        self._epoch = (self._epoch + 1) & 0x3FFFFFFF
-        chunk = max(1, min(64, panels // (4 * self.size)))
-        chunk = -(-chunk // 8) * 8 if panels >= 32 * self.size else chunk
-        if kernel:
-            chunk = -(-chunk // 4) * 4
-        reserve = self._has_reserve and _single_thread_seconds(rows, depth, panels) > _RESERVE_SECONDS
-        _lead(
-            self._job, self._base, self._epoch, operand, operand_stride, weight, depth, out,
-            out_stride, rows, panels, chunk, kernel, reserve,
-        )  # fmt: skip
+        lead(
+            self.job, self.base, operand, operand_stride, weight, depth, out, out_stride, rows, panels, kernel
+        )
 
     def close(self) -> None:
         """Stop the helpers."""
-        _dismiss(self._base)
+        _dismiss(self.base)
         for helper in self._helpers:
             helper.join()
-
-
-def _single_thread_seconds(rows: int, depth: int, panels: int) -> float:
-    weights = depth * panels * LANES
-    return max(2 * rows * weights / _FLOPS, 2 * weights / _BYTES_PER_SECOND)

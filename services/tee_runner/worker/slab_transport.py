@@ -9,6 +9,7 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
+from gelo.doorbell_kernels import WORDS, answered
 from gelo.header import OffloadHeader
 from gelo.slab import (
     AttachMessage,
@@ -68,25 +69,25 @@ class SlabTransport(Transport):
         except SlabError as error:
             raise CapacityError(f"A result of {rows} rows does not fit the slab.") from error
         self._sequence += 1
-        header = OffloadHeader(
-            sequence=self._sequence, weight_id=weight_id, rows=rows, d_in=d_in, d_out=d_out
-        )
+        request = (self._sequence, weight_id, rows, d_in, d_out)
         started = time.perf_counter_ns()
         try:
-            self._doorbell.ring(self._sequence, header.pack())
+            self._doorbell.ring_offload(*request)
             self.meanwhile()
-            raw = self._doorbell.wait(self._timeout)
+            words = self._doorbell.wait_words(self._timeout)
         except DoorbellTimeoutError as error:
             raise WorkerUnavailableError(f"The worker did not answer within {self._timeout:g} s.") from error
         except DoorbellClosedError as error:
             raise WorkerUnavailableError("The worker closed its doorbell.") from error
-        worker_ns = check_answer(header, raw)
+        worker_ns = answered(words, *request)
+        if worker_ns < 0:
+            worker_ns = check_answer(OffloadHeader(*request), words[:WORDS].tobytes())
         stats = self.stats
         stats.exchange_ns += time.perf_counter_ns() - started
         stats.worker_ns += worker_ns
         stats.offloads += 1
-        stats.bytes_sent += header.operand_bytes
-        stats.bytes_received += header.result_bytes
+        stats.bytes_sent += rows * d_in * 2
+        stats.bytes_received += rows * d_out * 4
         return result
 
     def close(self) -> None:

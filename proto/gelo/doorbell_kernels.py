@@ -1,0 +1,68 @@
+"""Ringing and waiting without the interpreter: headers as eight int64 words.
+
+The words are the bytes of :mod:`gelo.header`, little-endian. Addresses are plain integers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+
+from gelo.atomics import atomic_load, atomic_store, plain_load, plain_store, yield_cpu
+from gelo.header import HEADER_BYTES, MAX_DIMENSION, MAX_ROWS, PREAMBLE
+
+WORDS = HEADER_BYTES // 8
+_LOW = 0xFFFFFFFF
+
+
+@numba.njit(nogil=True, cache=True)
+def ring_header(
+    header: int, word: int, sleeps: int, status: int, sequence: int, weight_id: int, rows: int, d_in: int,
+    d_out: int, compute_ns: int,
+) -> bool:  # fmt: skip
+    """Write a header, then the sequence number to ``word``; True if the other side sleeps."""
+    plain_store(header, PREAMBLE | status << 48)
+    plain_store(header + 8, sequence)
+    plain_store(header + 16, weight_id | rows << 32)
+    plain_store(header + 24, d_in | d_out << 32)
+    plain_store(header + 32, 0)
+    plain_store(header + 40, 0)
+    plain_store(header + 48, compute_ns)
+    plain_store(header + 56, 0)
+    atomic_store(word, sequence)
+    return bool(atomic_load(sleeps) != 0)
+
+
+@numba.njit(nogil=True, cache=True)
+def wait_header(word: int, seen: int, spins: int, header: int, words: Any) -> bool:
+    """Wait until ``word`` differs from ``seen``, then copy the other side's header to ``words``.
+
+    ``words`` ``(9,)`` int64: the header and, last, what was in ``word``. False after ``spins`` yields.
+    """
+    for _ in range(spins):
+        if atomic_load(word) != seen:
+            break
+        yield_cpu()
+    words[WORDS] = atomic_load(word)
+    if words[WORDS] == seen:
+        return False
+    for i in range(WORDS):
+        words[i] = plain_load(header + 8 * i)
+    return True
+
+
+@numba.njit(nogil=True, cache=True)
+def answered(words: Any, sequence: int, weight_id: int, rows: int, d_in: int, d_out: int) -> int:
+    """``compute_ns`` if ``words`` are a good answer to exactly this request, else -1."""
+    good = words[0] == PREAMBLE and words[1] == sequence and words[7] == 0
+    good = good and words[2] == (weight_id | rows << 32) and words[3] == (d_in | d_out << 32)
+    return words[6] if good and words[6] >= 0 else -1
+
+
+@numba.njit(nogil=True, cache=True)
+def well_formed(words: Any) -> bool:
+    """Whether ``words`` are a request whose sizes are in bounds."""
+    rows, d_in, d_out = words[2] >> 32 & _LOW, words[3] & _LOW, words[3] >> 32 & _LOW
+    good = words[0] == PREAMBLE and words[7] == 0 and 0 < rows <= MAX_ROWS
+    return bool(good and 0 < d_in <= MAX_DIMENSION and 0 < d_out <= MAX_DIMENSION)
