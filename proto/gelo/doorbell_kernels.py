@@ -18,11 +18,11 @@ _LOW = 0xFFFFFFFF
 
 @numba.njit(nogil=True, cache=True)
 def ring_header(
-    header: int, word: int, sleeps: int, status: int, sequence: int, weight_id: int, rows: int, d_in: int,
+    header: int, word: int, ring: int, sleeps: int, sequence: int, weight_id: int, rows: int, d_in: int,
     d_out: int, compute_ns: int,
 ) -> bool:  # fmt: skip
-    """Write a header, then the sequence number to ``word``; True if the other side sleeps."""
-    plain_store(header, PREAMBLE | status << 48)
+    """Write a header of status OK, then ``ring`` to ``word``; True if the other side sleeps."""
+    plain_store(header, PREAMBLE)
     plain_store(header + 8, sequence)
     plain_store(header + 16, weight_id | rows << 32)
     plain_store(header + 24, d_in | d_out << 32)
@@ -30,7 +30,7 @@ def ring_header(
     plain_store(header + 40, 0)
     plain_store(header + 48, compute_ns)
     plain_store(header + 56, 0)
-    atomic_store(word, sequence)
+    atomic_store(word, ring)
     return bool(atomic_load(sleeps) != 0)
 
 

@@ -235,8 +235,8 @@ class Doorbell:
         """
         self.state[_RUNG] = sequence
         if ring_header(
-            self._slab.word(self._my_header), self._my_word, self._their_sleep, 0, sequence, weight_id,
-            rows, d_in, d_out, compute_ns,
+            self._slab.word(self._my_header), self._my_word, sequence, self._their_sleep, sequence,
+            weight_id, rows, d_in, d_out, compute_ns,
         ):  # fmt: skip
             self.wake()
 

@@ -85,7 +85,7 @@ def serve(
             return Left.REQUEST
         took = monotonic_ns() - started
         bell[6] += 1
-        if ring_header(bell[2], bell[3], bell[4], 0, bell[6], weight_id, rows, d_in, d_out, took):
+        if ring_header(bell[2], bell[3], bell[6], bell[4], words[1], weight_id, rows, d_in, d_out, took):
             return Left.ASLEEP
 
 

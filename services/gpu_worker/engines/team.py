@@ -11,8 +11,6 @@ the other looks busy makes each job wait for the slower half.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 from typing import Any
 
@@ -28,6 +26,7 @@ from gelo.atomics import (
     spin_while_equal,
     yield_cpu,
 )
+from gelo.processors import keep_to, processors
 from gpu_worker.engines.microkernel import (
     CALL,
     CHUNK,
@@ -122,8 +121,9 @@ class Team:
         self.job = np.zeros(JOB_WORDS, dtype=np.int64)
         self.job[SIZE] = threads
         self.base = int(self.job.ctypes.data)
-        processors = sorted(os.sched_getaffinity(0))
-        self._processors = processors if 1 < threads == len(processors) else []
+        available = processors()
+        # The leading thread, number 0, gets the last one: see :mod:`gelo.processors`.
+        self._processors = available[::-1] if 1 < threads == len(available) else []
         self._helpers = [
             threading.Thread(target=self._join, args=(index,), daemon=True) for index in range(1, threads)
         ]
@@ -137,8 +137,7 @@ class Team:
     def pin(self, index: int = 0) -> None:
         """Keep the calling thread, number ``index`` of the team, on its processor if it has one."""
         if self._processors:
-            with contextlib.suppress(OSError):  # the processors were taken away meanwhile
-                os.sched_setaffinity(0, {self._processors[index]})
+            keep_to([self._processors[index]])
 
     @property
     def size(self) -> int:

@@ -18,6 +18,7 @@ from tee_runner.protection.integrity import Integrity
 from tee_runner.worker.transport import Transport
 
 Float32 = NDArray[np.float32]
+Float64 = NDArray[np.float64]
 
 # Largest magnitude an operand may reach in f16, a factor 8 below its maximum (65504): room
 # for the tail of the bound's estimate.
@@ -88,6 +89,8 @@ class Protection(ABC):
         self.transport = transport
         self.masks = masks or MaskOptions()
         self.profile = Profile()
+        # Elements of the weight of the offload in progress.
+        self.product_elements = 0
         self._integrity: Integrity | None = None
 
     @classmethod
@@ -159,24 +162,50 @@ class Protection(ABC):
         Raises:
             WorkerError: the worker failed, or the result is wrong.
         """
-        transport, integrity = self.transport, self._integrity
-        if integrity is None:
-            return self._exchange(weight, rows)
-        private = integrity.begin(weight.weight_id, rows)
-        transport.operand(rows, weight.d_in).view(np.uint16)[...] = private
         result = self._exchange(weight, rows)
+        if self._integrity is None:
+            return result
         begin = time.perf_counter_ns()
-        verified = integrity.verified(weight.name, result)
+        verified = self._integrity.verified(weight.name, result)
         self.profile.add("check", time.perf_counter_ns() - begin)
         return verified
 
+    def exchange_with(
+        self, weight: Linear, rows: int, read: Callable[[Float32, Float32, Float64], bool]
+    ) -> bool:
+        """:meth:`exchange` for a scheme that checks while it undoes its protection.
+
+        ``read(result, v, sums)`` is called once; see :meth:`Integrity.verified_with`. Only with
+        :attr:`checks_pairs`.
+        """
+        result = self._exchange(weight, rows)
+        integrity = self._integrity
+        if integrity is None:
+            raise ValueError("this session has no checks")
+        begin = time.perf_counter_ns()
+        value = integrity.verified_with(weight.name, lambda v, sums: read(result, v, sums))
+        self.profile.add("check", time.perf_counter_ns() - begin)
+        return value
+
+    @property
+    def checks_pairs(self) -> bool:
+        """Whether results are checked with two probes, the default."""
+        return self._integrity is not None and self._integrity.probes == 2
+
     def _exchange(self, weight: Linear, rows: int) -> Float32:
-        """The exchange itself, its time split into what the worker computed and the wire."""
-        profile, stats = self.profile, self.transport.stats
+        transport, integrity, profile = self.transport, self._integrity, self.profile
+        stats = transport.stats
+        self.product_elements = weight.d_in * weight.d_out
+        if integrity is not None:
+            private = integrity.begin(weight.weight_id, rows)
+            np.copyto(transport.operand(rows, weight.d_in), private)
+        # The wait is split into what the worker computed and the wire; neither has what was done
+        # meanwhile, which is in other buckets.
         exchanged, computed, busy = stats.exchange_ns, stats.worker_ns, profile.meanwhile()
-        result = self.transport.exchange(weight.weight_id, rows, weight.d_in, weight.d_out)
-        waited = max(0, stats.exchange_ns - exchanged - (profile.meanwhile() - busy))
-        worker = min(waited, max(0, stats.worker_ns - computed - (profile.meanwhile() - busy)))
+        result = transport.exchange(weight.weight_id, rows, weight.d_in, weight.d_out)
+        busy = profile.meanwhile() - busy
+        waited = max(0, stats.exchange_ns - exchanged - busy)
+        worker = min(waited, max(0, stats.worker_ns - computed - busy))
         profile.add("worker compute", worker)
         profile.add("wire", waited - worker)
         return result

@@ -37,6 +37,7 @@ from tee_runner.protection.integrity_kernels import (
     project,
     project_parallel,
     project_weight,
+    wrong_rows,
 )
 from tee_runner.protection.rng import SecretKey
 
@@ -111,9 +112,10 @@ class _Projection:
 
 @dataclass(frozen=True, slots=True)
 class _Buffers:
-    """Views of private memory for one shape of offload."""
+    """Views of private memory for one shape of offload; ``sent`` is ``operand`` as float16."""
 
     operand: NDArray[np.uint16]
+    sent: NDArray[np.float16]
     result: Float32
     expected: Float64
     sums: Float64
@@ -144,6 +146,7 @@ class Integrity:
         # By weight and rows. Emptied when a buffer is replaced.
         self._offloads: dict[tuple[int, int], tuple[_Projection, _Buffers]] = {}
         self._operand: NDArray[np.uint16] = np.empty(0, dtype=np.uint16)
+        self._views: dict[tuple[int, int], NDArray[np.uint16]] = {}
         self._result: Float32 = np.empty(0, dtype=np.float32)
         self._sums: Float64 = np.empty(0, dtype=np.float64)
         # The offload in progress, and whether its answer's projection is still to be computed.
@@ -170,13 +173,20 @@ class Integrity:
 
     def operand(self, rows: int, d_in: int) -> NDArray[np.uint16]:
         """Private memory ``(rows, d_in)`` for the bits of the next operand, uninitialised."""
+        view = self._views.get((rows, d_in))
+        if view is not None:
+            return view
         size = rows * d_in
         if self._operand.size < size:
             self._operand = np.empty(size, dtype=np.uint16)
             self._offloads.clear()
-        return self._operand[:size].reshape(rows, d_in)
+            self._views.clear()
+        if len(self._views) >= _MAX_VIEWS:
+            self._views.clear()
+        view = self._views[rows, d_in] = self._operand[:size].reshape(rows, d_in)
+        return view
 
-    def begin(self, weight_id: int, rows: int) -> NDArray[np.uint16]:
+    def begin(self, weight_id: int, rows: int) -> NDArray[np.float16]:
         """The operand, ``rows`` for weight ``weight_id``, is written; it is returned, to be sent.
 
         Raises:
@@ -187,7 +197,7 @@ class Integrity:
             current = self._new_offload(weight_id, rows)
         self._current = current
         self._waiting = True
-        return current[1].operand
+        return current[1].sent
 
     def expect(self) -> None:
         """Compute what the answer must be under the projection. Once per offload; more is idle."""
@@ -206,21 +216,40 @@ class Integrity:
             IntegrityError: it is not the product. All projections are overwritten: a failed
                 check tells the worker something about them.
         """
+        own, projection = self._awaited()
+        kernel = check if len(own.result) < _PARALLEL_ROWS else check_parallel
+        wrong = kernel(result, own.result, projection.v, own.sums, own.expected, own.tolerance)
+        self._judge(name, own, wrong)
+        return own.result
+
+    def verified_with(self, name: str, sum_up: Callable[[Float32, Float64], bool]) -> bool:
+        """:meth:`verified` for a caller that reads the result itself, each float once.
+
+        ``sum_up(v, sums)`` is given v ``(k, d_out)`` and writes the rows' sums ``(rows, k)``; what it
+        returns is returned, and what it has made of the result may be used, if the check passes.
+        """
+        own, projection = self._awaited()
+        value = sum_up(projection.v, own.sums)
+        self._judge(name, own, wrong_rows(own.sums, own.expected, own.tolerance, 0, len(own.sums)))
+        return value
+
+    def _awaited(self) -> tuple[_Buffers, _Projection]:
         self.expect()
         if self._current is None:
             raise ValueError("no offload was begun")
         (projection, own), self._current = self._current, None
-        kernel = check if len(own.result) < _PARALLEL_ROWS else check_parallel
-        wrong = kernel(result, own.result, projection.v, own.sums, own.expected, own.tolerance)
-        if wrong:
-            if not np.isfinite(own.tolerance).all():
-                raise GeloError(f"An operand for {name} is not finite in float16.")
-            self.wipe()
-            raise IntegrityError(
-                f"The worker's result for {name} is not the product it was asked for.",
-                remedy="Nothing of it was used and its session is closed. The worker is faulty or lying.",
-            )
-        return own.result
+        return own, projection
+
+    def _judge(self, name: str, own: _Buffers, wrong: int) -> None:
+        if not wrong:
+            return
+        if not np.isfinite(own.tolerance).all():
+            raise GeloError(f"An operand for {name} is not finite in float16.")
+        self.wipe()
+        raise IntegrityError(
+            f"The worker's result for {name} is not the product it was asked for.",
+            remedy="Nothing of it was used and its session is closed. The worker is faulty or lying.",
+        )
 
     def wipe(self) -> None:
         """Overwrite the projections. Nothing can be checked afterwards."""
@@ -250,6 +279,7 @@ class Integrity:
         sums = self._sums
         buffers = _Buffers(
             operand=self._operand[: rows * d_in].reshape(rows, d_in),
+            sent=self._operand[: rows * d_in].reshape(rows, d_in).view(np.float16),
             result=self._result[: rows * d_out].reshape(rows, d_out),
             expected=sums[: rows * pairs].reshape(rows, pairs),
             sums=sums[rows * pairs : 2 * rows * pairs].reshape(rows, pairs),

@@ -159,6 +159,20 @@ def project_parallel(operand: Any, z: Any, gain: float, expected: Any, tolerance
 
 
 @numba.njit(nogil=True, cache=True)
+def wrong_rows(sums: Any, expected: Any, tolerance: Any, top: int, bottom: int) -> int:
+    """How many rows of ``top`` to ``bottom`` have a sum too far from what is expected."""
+    wrong = 0
+    for i in range(top, bottom):
+        # An operand that is not finite has no right answer.
+        good = tolerance[i] < np.inf
+        for p in range(sums.shape[1]):
+            # A comparison with NaN is false: what is not a number is wrong.
+            good = good and abs(sums[i, p] - expected[i, p]) <= tolerance[i]
+        wrong += 0 if good else 1
+    return wrong
+
+
+@numba.njit(nogil=True, cache=True)
 def _check_rows(
     result: Any, private: Any, v: Any, sums: Any, expected: Any, tolerance: Any, top: int, bottom: int
 ) -> int:
@@ -175,15 +189,7 @@ def _check_rows(
                 a, b = _result_sums(own, v[p, first:last], v[p + 1, first:last])
                 sums[i, p] += np.float64(a)
                 sums[i, p + 1] += np.float64(b)
-    wrong = 0
-    for i in range(top, bottom):
-        # An operand that is not finite has no right answer.
-        good = tolerance[i] < np.inf
-        for p in range(v.shape[0]):
-            # A comparison with NaN is false: what is not a number is wrong.
-            good = good and abs(sums[i, p] - expected[i, p]) <= tolerance[i]
-        wrong += 0 if good else 1
-    return wrong
+    return wrong_rows(sums, expected, tolerance, top, bottom)
 
 
 @numba.njit(nogil=True, cache=True)

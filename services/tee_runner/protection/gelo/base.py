@@ -15,6 +15,8 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,6 +25,7 @@ from numpy.typing import NDArray
 from tee_runner.protection.base import (
     OPERAND_LIMIT,
     Float32,
+    Float64,
     ForwardSession,
     Linear,
     MaskOptions,
@@ -40,6 +43,12 @@ SHIELD_ROWS = 8
 SHIELD_ENERGY = 4.0
 # A shield element stays below this many standard deviations: Box–Muller on 32 bits ends at 6.7.
 _TAIL = 6.8
+
+_shield_size = lru_cache(maxsize=1 << 12)(shield_size)
+
+# Elements of a weight that keep a worker busy for longer than the shields of a few offloads take:
+# they are made then, in one go, and not while it does a shorter product.
+_LONG_PRODUCT = 1 << 20
 
 # Below this many elements one thread is done before others would have woken up.
 SERIAL_ELEMENTS = 1 << 17
@@ -70,6 +79,16 @@ class Mask:
     def unapply(self, result: Float32, scales: Float32, inverse: Any, out: Float32) -> bool:
         """``out = (Aᵀ · result)[:n] · inverse / scales``; True if a value is not finite."""
 
+    def sums_on_the_way(self, d_out: int) -> bool:
+        """Whether :meth:`unapply_summed` is there for results this wide."""
+        return False
+
+    def unapply_summed(
+        self, result: Float32, scales: Float32, inverse: Any, out: Float32, v: Float32, sums: Float64
+    ) -> bool:
+        """:meth:`unapply`, and ``sums = result · vᵀ``, reading the result once."""
+        raise NotImplementedError
+
     @abstractmethod
     def wipe(self) -> None:
         """Overwrite A."""
@@ -80,7 +99,7 @@ class GeloProtection(Protection):
 
     warning: ClassVar[str] = (
         "masks keep the row space of what they hide: with public weights the prompt can be "
-        "recovered by testing candidates (docs/security.md)."
+        "recovered by testing candidates (docs/attacks.md)."
     )
 
     def __init__(
@@ -117,6 +136,8 @@ class GeloProtection(Protection):
         return _GeloSession(self)
 
     def _refill(self) -> None:
+        if self.product_elements < _LONG_PRODUCT and not self.shield.low:
+            return
         begin = time.perf_counter_ns()
         self.shield.refill()
         self.profile.add("shield", time.perf_counter_ns() - begin)
@@ -132,57 +153,70 @@ class GeloProtection(Protection):
         self.shield.wipe()
 
 
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A mask, and where its data rows and its operand rows are."""
+
+    mask: Mask
+    data: slice
+    span: slice
+
+
 class _GeloSession(ForwardSession):
     def __init__(self, protection: GeloProtection) -> None:
         self._protection = protection
         self._masks: dict[tuple[int, int], Mask] = {}
+        # By the rows of each sequence: its blocks, and the operand's rows.
+        self._layouts: dict[tuple[int, ...], tuple[list[_Block], int]] = {}
 
     def linear(self, weight: Linear, rows: Float32, counts: Sequence[int], out: Float32) -> None:
         protection = self._protection
         profile = protection.profile
         begin = time.perf_counter_ns()
-        shared = protection.masks.shared_decode
-        masks = [self._mask(block, n) for block, n in mask_blocks(counts, shared_decode=shared)]
-        total = sum(mask.s for mask in masks)
+        blocks, total = self._layouts.get(tuple(counts)) or self._layout(counts)
         operand = protection.operand(weight, total)
         scales = np.empty(len(rows), dtype=np.float32)
-        block_scales = []
-        row = place = 0
-        for mask in masks:
-            data = rows[row : row + mask.n]
-            own = scales[row : row + mask.n]
+        inverses = []
+        for block in blocks:
+            mask, data = block.mask, rows[block.data]
+            own = scales[block.data]
             sigma = SHIELD_ENERGY * row_scales(data, own) / math.sqrt(weight.d_in)
             scale = operand_scale(mask.n, mask.s - mask.n, sigma)
-            normals = protection.shield.take(shield_size(mask.n, mask.s, weight.d_in))
-            mask.apply(
-                data, own, normals, np.float32(sigma), np.float32(scale), operand[place : place + mask.s]
-            )
-            block_scales.append(scale)
-            row += mask.n
-            place += mask.s
+            normals = protection.shield.take(_shield_size(mask.n, mask.s, weight.d_in))
+            mask.apply(data, own, normals, np.float32(sigma), np.float32(scale), operand[block.span])
+            inverses.append(np.float32(1.0 / scale))
         profile.add("mask apply", time.perf_counter_ns() - begin)
+        only = blocks[0].mask
+        if len(blocks) == 1 and protection.checks_pairs and only.sums_on_the_way(weight.d_out):
+
+            def read(result: Float32, v: Float32, sums: Float64) -> bool:
+                return only.unapply_summed(result, scales, inverses[0], out, v, sums)
+
+            require_finite(protection.exchange_with(weight, total, read), weight)
+            if protection.masks.per_offload:
+                self._wipe_masks()
+            return
         result = protection.exchange(weight, total)
         begin = time.perf_counter_ns()
-        row = place = 0
-        for mask, scale in zip(masks, block_scales, strict=True):
-            bad = mask.unapply(
-                result[place : place + mask.s],
-                scales[row : row + mask.n],
-                np.float32(1.0 / scale),
-                out[row : row + mask.n],
-            )
+        for block, inverse in zip(blocks, inverses, strict=True):
+            bad = block.mask.unapply(result[block.span], scales[block.data], inverse, out[block.data])
             require_finite(bad, weight)
-            row += mask.n
-            place += mask.s
         if protection.masks.per_offload:
             self._wipe_masks()
         profile.add("unapply", time.perf_counter_ns() - begin)
 
-    def _mask(self, block: int, n: int) -> Mask:
-        mask = self._masks.get((block, n))
-        if mask is None:
-            mask = self._masks[block, n] = self._protection.new_mask(n)
-        return mask
+    def _layout(self, counts: Sequence[int]) -> tuple[list[_Block], int]:
+        blocks = []
+        row = place = 0
+        for first, n in mask_blocks(counts, shared_decode=self._protection.masks.shared_decode):
+            mask = self._masks.get((first, n))
+            if mask is None:
+                mask = self._masks[first, n] = self._protection.new_mask(n)
+            blocks.append(_Block(mask, slice(row, row + n), slice(place, place + mask.s)))
+            row += n
+            place += mask.s
+        self._layouts[tuple(counts)] = blocks, place
+        return blocks, place
 
     def wipe(self) -> None:
         self._wipe_masks()
@@ -192,6 +226,7 @@ class _GeloSession(ForwardSession):
         for mask in self._masks.values():
             mask.wipe()
         self._masks.clear()
+        self._layouts.clear()
 
 
 def mask_blocks(counts: Sequence[int], *, shared_decode: bool) -> list[tuple[int, int]]:

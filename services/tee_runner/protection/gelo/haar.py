@@ -33,6 +33,7 @@ class DenseMask(Mask):
         self.n = n
         self.s = len(matrix)
         self._scratch = protection.scratch
+        self._floats = dense_floats(self.s, tile_width(self.s))
         self._mask = padded_rows(matrix)
         self._inverse = padded_rows(matrix.T[:n])
 
@@ -42,13 +43,13 @@ class DenseMask(Mask):
     ) -> None:  # fmt: skip
         """See :meth:`Mask.apply`."""
         kernel = dense_apply if operand.size <= SERIAL_ELEMENTS else dense_apply_parallel
-        scratch = self._scratch.take(dense_floats(self.s, tile_width(self.s)))
+        scratch = self._scratch.take(self._floats)
         kernel(rows, scales, normals, sigma, self._mask, scale, operand, scratch)
 
     def unapply(self, result: Float32, scales: Float32, inverse: Any, out: Float32) -> bool:
         """See :meth:`Mask.unapply`."""
         kernel = dense_unapply if result.size <= SERIAL_ELEMENTS else dense_unapply_parallel
-        scratch = self._scratch.take(dense_floats(self.s, tile_width(self.s)))
+        scratch = self._scratch.take(self._floats)
         return bool(kernel(result, self._inverse, scales, inverse, out, scratch))
 
     def wipe(self) -> None:

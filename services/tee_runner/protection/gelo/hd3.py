@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tee_runner.protection.base import Float32
+from tee_runner.protection.base import Float32, Float64
 from tee_runner.protection.gelo.base import SERIAL_ELEMENTS, SHIELD_ROWS, GeloProtection, Mask
 from tee_runner.protection.gelo.hd3_kernels import (
     hd3_apply,
     hd3_apply_parallel,
     hd3_unapply,
     hd3_unapply_parallel,
+    row_unapply_summed,
     rows_unapply,
 )
 from tee_runner.protection.gelo.hd3_plan import tile_floats
@@ -53,6 +54,7 @@ class Hd3Mask(Mask):
         self.s = Hd3.block_rows(n)
         self._scratch = protection.scratch
         self._normal = float(self.s) ** -1.5
+        self._floats = tile_floats(self.s, tile_width(self.s))
         self._inverse: Float32 | None = None
         self._signs = draw_signs(protection.mask_stream, self.s)
         if self.s > _CHECKED_ROWS:
@@ -83,7 +85,7 @@ class Hd3Mask(Mask):
     ) -> None:  # fmt: skip
         """See :meth:`Mask.apply`."""
         kernel = hd3_apply if operand.size <= SERIAL_ELEMENTS else hd3_apply_parallel
-        scratch = self._scratch.take(tile_floats(self.s, tile_width(self.s)))
+        scratch = self._scratch.take(self._floats)
         kernel(rows, scales, normals, sigma, self._signs, np.float32(scale * self._normal), operand, scratch)
 
     def unapply(self, result: Float32, scales: Float32, inverse: Any, out: Float32) -> bool:
@@ -91,9 +93,20 @@ class Hd3Mask(Mask):
         factor = np.float32(inverse * self._normal)
         if self._inverse is not None:
             return bool(rows_unapply(result, self._inverse, scales, factor, out))
-        scratch = self._scratch.take(tile_floats(self.s, tile_width(self.s)))
+        scratch = self._scratch.take(self._floats)
         kernel = hd3_unapply if result.size <= SERIAL_ELEMENTS else hd3_unapply_parallel
         return bool(kernel(result, self._signs, scales, factor, out, scratch))
+
+    def sums_on_the_way(self, d_out: int) -> bool:
+        """See :meth:`Mask.sums_on_the_way`: for a decode step's single row."""
+        return self.n == 1 and d_out % LANES == 0
+
+    def unapply_summed(
+        self, result: Float32, scales: Float32, inverse: Any, out: Float32, v: Float32, sums: Float64
+    ) -> bool:
+        """See :meth:`Mask.unapply_summed`."""
+        factor = np.float32(inverse * self._normal)
+        return bool(row_unapply_summed(result, self._inverse, scales, factor, out, v, sums))
 
     def wipe(self) -> None:
         """See :meth:`Mask.wipe`."""

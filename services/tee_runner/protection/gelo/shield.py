@@ -27,11 +27,18 @@ class ShieldStock:
         self._used = 0
         # Asked for since the last refill.
         self._demand = 0
+        self._largest = 0
         self._extra: list[NDArray[np.float32]] = []
+
+    @property
+    def low(self) -> bool:
+        """Whether less is left than was ever taken at once, of what a stock can hold."""
+        return self._stock.size - self._used < min(self._largest, _MAX_STOCK)
 
     def take(self, count: int) -> NDArray[np.float32]:
         """``count`` fresh normals, float32. Valid until :meth:`refill` or :meth:`wipe`."""
         self._demand += count
+        self._largest = max(self._largest, count)
         if self._stock.size - self._used >= count:
             self._used += count
             return self._stock[self._used - count : self._used]
