@@ -16,8 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gelo.header import MAX_DIMENSION, OffloadHeader, Status
-from gelo.header import MAX_ROWS as MAX_HEADER_ROWS
+from gelo.header import OffloadHeader, Status
 from gelo.slab import AttachMessage, Doorbell, DoorbellClosedError, Slab, SlabSizes
 from gelo.v1 import worker_pb2_grpc
 from gpu_worker.engines.cpu import CpuEngine
