@@ -55,22 +55,27 @@ def _escape(text: str) -> str:
     return text.replace("[", "\\[")
 
 
-@contextlib.contextmanager
-def progress_bars() -> Iterator[StageProgress]:
-    """Bars on stderr, one per stage; ``progress(stage, done, total)`` moves them."""
-    with Progress(
+def bars() -> Progress:
+    """Progress bars on stderr; gone at the end unless someone watches them."""
+    return Progress(
         TextColumn("{task.description:<22}"),
         BarColumn(),
         TaskProgressColumn(),
         TimeElapsedColumn(),
         console=err,
         transient=not err.is_terminal,
-    ) as bars:
+    )
+
+
+@contextlib.contextmanager
+def progress_bars() -> Iterator[StageProgress]:
+    """Bars on stderr, one per stage; ``progress(stage, done, total)`` moves them."""
+    with bars() as shown:
         tasks: dict[str, TaskID] = {}
 
         def progress(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=max(total, 1))
-            bars.update(tasks[stage], completed=done, total=max(total, 1))
+                tasks[stage] = shown.add_task(stage, total=max(total, 1))
+            shown.update(tasks[stage], completed=done, total=max(total, 1))
 
         yield progress

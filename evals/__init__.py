@@ -1,0 +1,1 @@
+"""Evaluations: what an adversary learns, measured."""

@@ -1,0 +1,1 @@
+"""What the worker can learn from what it sees, by every published attack, with controls."""

@@ -1,0 +1,1 @@
+"""Text that prompts are made of."""
