@@ -14,7 +14,9 @@ from attestation.errors import (
     BadNonceError,
     ChannelBindingError,
     EvidenceUnavailableError,
+    Fault,
     InvalidPolicyError,
+    KeyRotatedError,
     MalformedEvidenceError,
     Mismatch,
     NotGenuineError,
@@ -23,12 +25,16 @@ from attestation.errors import (
 )
 from attestation.evidence import Evidence, EvidenceProvider
 from attestation.policy import UNPINNED, AnyPolicy, Policy, UnsafeAllowSimulated
+from attestation.policy_file import load_policy
 from attestation.report import Product, Report
+from attestation.rules import AllOf, AnyOf, LaunchRules, PlatformRules, StrictRules, Vlek
 from attestation.statement import Statement
 from attestation.verdict import Verdict
 
 __all__ = [
     "UNPINNED",
+    "AllOf",
+    "AnyOf",
     "AnyPolicy",
     "AttestationError",
     "BadNonceError",
@@ -36,16 +42,23 @@ __all__ = [
     "Evidence",
     "EvidenceProvider",
     "EvidenceUnavailableError",
+    "Fault",
     "InvalidPolicyError",
+    "KeyRotatedError",
+    "LaunchRules",
     "MalformedEvidenceError",
     "Mismatch",
     "NotGenuineError",
+    "PlatformRules",
     "Policy",
     "PolicyRefusedError",
     "Product",
     "Report",
     "SimulatedEvidenceRefusedError",
     "Statement",
+    "StrictRules",
     "UnsafeAllowSimulated",
     "Verdict",
+    "Vlek",
+    "load_policy",
 ]

@@ -147,30 +147,71 @@ def check_issued_by(child: Certificate, issuer: Certificate) -> None:
 
     The signature is RSASSA-PSS with SHA-384, MGF1-SHA-384 and a salt of 48 bytes.
     """
+    check_authority(issuer)
+    _check_extensions(child)
+    if child.x509.issuer != issuer.x509.subject:
+        raise NotGenuineError(f"The {child.name} certificate names another issuer than the {issuer.name}.")
+    check_signed_by(
+        issuer,
+        what=f"{child.name} certificate",
+        der=child.der,
+        signed=child.signed_bytes,
+        signature=child.x509.signature,
+        algorithm=child.x509.signature_algorithm_oid.dotted_string,
+    )
+
+
+def check_authority(issuer: Certificate, *, revocation_lists: bool = False) -> None:
+    """Raises NotGenuineError unless ``issuer`` is a CA with an RSA-4096 key that may sign certificates.
+
+    With ``revocation_lists``, it must also be allowed to sign those. RFC 5280 section 4.2.1.3: the
+    key MUST be used for what KeyUsage asserts only, if that is there.
+    """
     key = issuer.x509.public_key()
     if not isinstance(key, rsa.RSAPublicKey) or key.key_size != 4096:
         raise NotGenuineError(f"The {issuer.name} key is not RSA-4096.")
-    if not _is_ca(issuer.x509):
-        raise NotGenuineError(f"The {issuer.name} certificate is not a certificate authority's.")
-    if child.x509.issuer != issuer.x509.subject:
-        raise NotGenuineError(f"The {child.name} certificate names another issuer than the {issuer.name}.")
-    if child.x509.signature_algorithm_oid.dotted_string != _OID_RSASSA_PSS:
-        raise NotGenuineError(f"The {child.name} certificate is not signed with RSASSA-PSS.")
-    # RFC 5280 section 4.1.1.2: the unsigned algorithm identifier MUST equal the one inside the signed part.
-    algorithm = child.der[_HEADER_SIZE + len(child.signed_bytes) : -_SIGNATURE_SIZE]
-    if not algorithm or algorithm not in child.signed_bytes:
-        raise NotGenuineError(f"The {child.name} certificate names two different signature algorithms.")
+    extensions = issuer.x509.extensions
     try:
-        key.verify(child.x509.signature, child.signed_bytes, PSS, SHA384())
-    except InvalidSignature:
-        raise NotGenuineError(f"The {issuer.name} did not sign the {child.name} certificate.") from None
-
-
-def _is_ca(certificate: x509.Certificate) -> bool:
-    try:
-        return certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+        authority = extensions.get_extension_for_class(x509.BasicConstraints).value.ca
     except x509.ExtensionNotFound:
-        return False
+        authority = False
+    try:
+        usage = extensions.get_extension_for_class(x509.KeyUsage).value
+        allowed = usage.key_cert_sign and (usage.crl_sign or not revocation_lists)
+    except x509.ExtensionNotFound:
+        allowed = True
+    if not authority or not allowed:
+        raise NotGenuineError(f"The {issuer.name} certificate is not a certificate authority's.")
+
+
+def check_signed_by(
+    issuer: Certificate, *, what: str, der: bytes, signed: bytes, signature: bytes, algorithm: str
+) -> None:
+    """Raises NotGenuineError unless ``issuer`` signed the part ``signed`` of the DER bytes ``der``."""
+    key = issuer.x509.public_key()
+    if not isinstance(key, rsa.RSAPublicKey):
+        raise NotGenuineError(f"The {issuer.name} key is not RSA.")
+    if algorithm != _OID_RSASSA_PSS:
+        raise NotGenuineError(f"The {what} is not signed with RSASSA-PSS.")
+    # RFC 5280 sections 4.1.1.2 and 5.1.1.2: the unsigned algorithm identifier MUST equal the signed one.
+    identifier = der[_HEADER_SIZE + len(signed) : -_SIGNATURE_SIZE]
+    if not identifier or identifier not in signed:
+        raise NotGenuineError(f"The {what} names two different signature algorithms.")
+    try:
+        key.verify(signature, signed, PSS, SHA384())
+    except InvalidSignature:
+        raise NotGenuineError(f"The {issuer.name} did not sign the {what}.") from None
+
+
+def _check_extensions(certificate: Certificate) -> None:
+    """RFC 5280 section 4.2: a critical extension that is not understood MUST be refused."""
+    understood = (x509.BasicConstraints, x509.KeyUsage)
+    for extension in certificate.x509.extensions:
+        if extension.critical and not isinstance(extension.value, understood):
+            oid = extension.oid.dotted_string
+            raise NotGenuineError(
+                f"The {certificate.name} certificate has an unknown critical extension, {oid}."
+            )
 
 
 def vek_public_key(vek: Certificate) -> ec.EllipticCurvePublicKey:
@@ -197,6 +238,12 @@ def vek_info(vek: Certificate) -> VekInfo:
     except ValueError:
         raise MalformedEvidenceError("The endorsement certificate is for an unknown product.") from None
     level = {part: _integer(_extension(vek, f"3.{part}")) for part in (1, 2, 3, 8)}
+    for part in (4, 5, 6, 7):  # patch levels of the bytes that TCB_VERSION reserves
+        reserved = _optional_extension(vek, f"3.{part}")
+        if reserved is not None and _integer(reserved):
+            raise MalformedEvidenceError(
+                f"The endorsement certificate has a patch level in reserved part {part}."
+            )
     fmc = _integer(_extension(vek, "3.9")) if product is Product.TURIN else None
     csp = _optional_extension(vek, "5")
     return VekInfo(

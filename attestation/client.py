@@ -4,6 +4,9 @@
 the certificate's evidence inside the TLS handshake, then, on the same connection, fresh evidence
 over a nonce and the TLS exporter. Only then may the connection pool send a request. A peer that is
 refused raises an ``AttestationError``; network failures are httpx's usual exceptions.
+
+Services change their TLS key about twice a day. A new key is verified like the first one. If the key
+is rotated out while a connection is being verified, one more connection is made and verified.
 """
 
 from __future__ import annotations
@@ -11,16 +14,17 @@ from __future__ import annotations
 import contextlib
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from datetime import UTC, datetime
-from typing import cast
+from datetime import UTC, datetime, timedelta
+from typing import Any, cast
 
 import httpcore
 import httpx
 
-from attestation.errors import InvalidPolicyError
+from attestation.errors import InvalidPolicyError, KeyRotatedError
 from attestation.policy import AnyPolicy
-from attestation.streams import AsyncTlsStream, Endpoint, TlsStream
+from attestation.streams import VERDICT, AsyncTlsStream, Deadline, Endpoint, TlsStream
 from attestation.verdict import Verdict
+from attestation.verdict_cache import DEFAULT_MAX_AGE
 
 DEFAULT_TIMEOUT = 10.0
 DEFAULT_PORT = 443
@@ -48,9 +52,11 @@ class RaTlsTransport(httpx.BaseTransport):
     """An httpx transport that talks to attested https services only.
 
     ``policy`` says what is acceptable, ``clock`` returns the current time (timezone-aware). After
-    the first request ``verdict`` holds the verdict on the newest connection. The connect timeout
-    of a request covers handshake and verification and is capped at 30 seconds. A proxy from the
-    environment is not used.
+    the first request ``verdict`` holds the verdict on the newest connection; the verdict on the very
+    connection that a response came over is ``response.extensions["attestation"]``. A verdict is good
+    for ``max_age``: then an idle connection is replaced by one that is verified anew. The connect
+    timeout of a request covers handshake and verification and is capped at 30 seconds. A proxy from
+    the environment is not used.
 
     Raises (from a request):
         AttestationError: the peer is refused, and no byte of the request was sent.
@@ -62,9 +68,10 @@ class RaTlsTransport(httpx.BaseTransport):
         policy: AnyPolicy,
         *,
         clock: Callable[[], datetime] = _utc_now,
+        max_age: timedelta = DEFAULT_MAX_AGE,
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
-        self._endpoint = Endpoint(policy, clock)
+        self._endpoint = Endpoint(policy, clock, max_age)
         self._pool = httpcore.ConnectionPool(
             ssl_context=_unused_context(),
             max_connections=max_connections,
@@ -78,12 +85,15 @@ class RaTlsTransport(httpx.BaseTransport):
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         with _httpx_errors():
-            response = self._pool.handle_request(_core_request(request))
+            try:
+                response = self._pool.handle_request(_core_request(request))
+            except KeyRotatedError:  # raised before the request was touched
+                response = self._pool.handle_request(_core_request(request))
         return httpx.Response(
             status_code=response.status,
             headers=response.headers,
             stream=_Body(cast("Iterable[bytes]", response.stream)),
-            extensions=response.extensions,
+            extensions=_with_verdict(response.extensions),
         )
 
     def close(self) -> None:
@@ -98,9 +108,10 @@ class AsyncRaTlsTransport(httpx.AsyncBaseTransport):
         policy: AnyPolicy,
         *,
         clock: Callable[[], datetime] = _utc_now,
+        max_age: timedelta = DEFAULT_MAX_AGE,
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
-        self._endpoint = Endpoint(policy, clock)
+        self._endpoint = Endpoint(policy, clock, max_age)
         self._pool = httpcore.AsyncConnectionPool(
             ssl_context=_unused_context(),
             max_connections=max_connections,
@@ -114,12 +125,15 @@ class AsyncRaTlsTransport(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         with _httpx_errors():
-            response = await self._pool.handle_async_request(_core_request(request))
+            try:
+                response = await self._pool.handle_async_request(_core_request(request))
+            except KeyRotatedError:  # raised before the request was touched
+                response = await self._pool.handle_async_request(_core_request(request))
         return httpx.Response(
             status_code=response.status,
             headers=response.headers,
             stream=_AsyncBody(cast("AsyncIterator[bytes]", response.stream)),
-            extensions=response.extensions,
+            extensions=_with_verdict(response.extensions),
         )
 
     async def aclose(self) -> None:
@@ -133,22 +147,31 @@ def verify(
     timeout: float = DEFAULT_TIMEOUT,
     clock: Callable[[], datetime] = _utc_now,
 ) -> Verdict:
-    """Connect to ``url``, judge the service and hang up. ``timeout`` is in seconds.
+    """Connect to ``url``, judge the service and hang up. ``timeout`` is in seconds, for all of it.
 
     Raises:
         AttestationError: the service is refused; the class says why.
         InvalidPolicyError: ``url`` is not an https URL.
         httpx.TransportError: the network or TLS failed.
     """
-    target = _https_url(url)
-    endpoint = Endpoint(policy, clock)
+    target = https_url(url)
+    endpoint = Endpoint(policy, clock, DEFAULT_MAX_AGE)
     host = target.raw_host.decode("ascii")
+    deadline = Deadline(timeout, httpcore.ConnectTimeout)
     with _httpx_errors():
-        stream = _Backend(endpoint).connect_tcp(host, target.port or DEFAULT_PORT, timeout, None, ())
-        stream.start_tls(_unused_context(), host, timeout).close()
-    if endpoint.verdict is None:
+        try:
+            return _verify_once(endpoint, host, target.port or DEFAULT_PORT, deadline)
+        except KeyRotatedError:
+            return _verify_once(endpoint, host, target.port or DEFAULT_PORT, deadline)
+
+
+def _verify_once(endpoint: Endpoint, host: str, port: int, deadline: Deadline) -> Verdict:
+    stream = _Backend(endpoint).connect_tcp(host, port, deadline.left(), None, ())
+    stream.start_tls(_unused_context(), host, deadline.left()).close()
+    verdict = stream.get_extra_info(VERDICT)
+    if not isinstance(verdict, Verdict):
         raise RuntimeError("The handshake ended without a verdict.")
-    return endpoint.verdict
+    return verdict
 
 
 def connect(url: str, policy: AnyPolicy, timeout: httpx.Timeout | float = DEFAULT_TIMEOUT) -> httpx.Client:
@@ -159,10 +182,34 @@ def connect(url: str, policy: AnyPolicy, timeout: httpx.Timeout | float = DEFAUL
     Raises:
         InvalidPolicyError: ``url`` is not an https URL.
     """
-    return httpx.Client(base_url=_https_url(url), transport=RaTlsTransport(policy), timeout=timeout)
+    return httpx.Client(base_url=https_url(url), transport=RaTlsTransport(policy), timeout=timeout)
 
 
-def _https_url(url: str) -> httpx.URL:
+def connect_async(
+    url: str, policy: AnyPolicy, timeout: httpx.Timeout | float = DEFAULT_TIMEOUT
+) -> httpx.AsyncClient:
+    """``connect`` for asyncio and trio."""
+    return httpx.AsyncClient(base_url=https_url(url), transport=AsyncRaTlsTransport(policy), timeout=timeout)
+
+
+def response_verdict(response: httpx.Response) -> Verdict:
+    """The verdict on the connection that ``response`` came over.
+
+    Raises:
+        LookupError: the response did not come through a transport of this module.
+    """
+    verdict = response.extensions.get(VERDICT)
+    if not isinstance(verdict, Verdict):
+        raise LookupError("The response did not come over an attested connection.")
+    return verdict
+
+
+def https_url(url: str) -> httpx.URL:
+    """``url``, parsed.
+
+    Raises:
+        InvalidPolicyError: it is not an https URL with a host.
+    """
     try:
         parsed = httpx.URL(url)
     except (httpx.InvalidURL, TypeError):
@@ -240,6 +287,12 @@ class _AsyncBody(httpx.AsyncByteStream):
         close = getattr(self._parts, "aclose", None)
         if close is not None:
             await close()
+
+
+def _with_verdict(extensions: Any) -> dict[str, Any]:
+    stream = extensions.get("network_stream")
+    verdict = None if stream is None else stream.get_extra_info(VERDICT)
+    return {**extensions, VERDICT: verdict}
 
 
 def _core_request(request: httpx.Request) -> httpcore.Request:

@@ -54,13 +54,15 @@ def decode(data: bytes, *, limit: int, what: str) -> Value:
     return value
 
 
-def decode_map(data: bytes, *, keys: frozenset[str], limit: int, what: str) -> dict[str, Value]:
-    """Like ``decode``, for a map that has exactly the given keys."""
+def decode_map(
+    data: bytes, *, keys: frozenset[str], optional: frozenset[str] = frozenset(), limit: int, what: str
+) -> dict[str, Value]:
+    """Like ``decode``, for a map that has exactly the given keys, and maybe ``optional`` ones."""
     value = decode(data, limit=limit, what=what)
     if not isinstance(value, dict):
         raise MalformedEvidenceError(f"The {what} is not a CBOR map.")
-    if value.keys() != keys:
-        wrong = len(value.keys() ^ keys)
+    wrong = len(keys - value.keys()) + len(value.keys() - keys - optional)
+    if wrong:
         raise MalformedEvidenceError(f"The {what} has {wrong} missing or unknown keys.")
     return value
 

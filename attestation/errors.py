@@ -4,7 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import ClassVar
+
+
+class Fault(StrEnum):
+    """Who can set a mismatch right."""
+
+    OPERATOR = "the service's operator"
+    """Launched the guest: software, launch options, key, identity."""
+    HOST = "the owner of the host"
+    """Runs the machine: firmware, microcode, platform configuration."""
+    CHANNEL = "whoever is on the way"
+    """The evidence was made for somebody else."""
+    CLIENT = "the policy or this program"
+    """The expectation is incomplete or out of date."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,9 +29,20 @@ class Mismatch:
     expected: str
     got: str
     remedy: str
+    fault: Fault = Fault.OPERATOR
 
     def __str__(self) -> str:
-        return f"{self.field}: expected {self.expected}, got {self.got}. {self.remedy}"
+        return f"{self.field}: expected {self.expected}, got {self.got} (up to {self.fault}). {self.remedy}"
+
+    def as_dict(self) -> dict[str, str]:
+        """The parts by name, for JSON."""
+        return {
+            "field": self.field,
+            "expected": self.expected,
+            "got": self.got,
+            "fault": str(self.fault),
+            "remedy": self.remedy,
+        }
 
 
 class AttestationError(Exception):
@@ -98,6 +123,32 @@ class EvidenceUnavailableError(AttestationError):
     """No evidence could be produced or fetched."""
 
     code = "evidence-unavailable"
+
+
+class EvidenceBusyError(EvidenceUnavailableError):
+    """The platform signs no report right now: too many requests, or the host holds it back."""
+
+    code = "evidence-busy"
+    default_remedy = "Try again in a few seconds. If it stays so, the host limits this guest's requests."
+
+
+class CollateralError(EvidenceUnavailableError):
+    """The certificates or the revocation list of this chip could not be had."""
+
+    code = "collateral-unavailable"
+
+
+class LaunchMeasurementError(AttestationError):
+    """The expected launch digest cannot be computed from the given files."""
+
+    code = "launch-measurement"
+
+
+class KeyRotatedError(EvidenceUnavailableError):
+    """The TLS key of this connection is no longer one that the service can vouch for."""
+
+    code = "key-rotated"
+    default_remedy = "Open a new connection; it will use the current key."
 
 
 class BadNonceError(AttestationError):

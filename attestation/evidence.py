@@ -20,12 +20,16 @@ FRESH_MEDIA_TYPE = "application/cbor"
 FRESH_PATH = "/attestation"
 
 MAX_EVIDENCE_SIZE = 64 * 1024
+MAX_CRL_ON_WIRE = 16 * 1024
+"""AMD's revocation lists have under 1 KiB; a list must leave room for the rest of the evidence."""
+
 NONCE_SIZE = 32
 EXPORTER_SIZE = 32
 EXPORTER_LABEL = b"EXPORTER-Channel-Binding"
 """RFC 9266 section 4; the context is empty."""
 
 _PARTS = ("report", "vcek", "ask", "ark")
+_OPTIONAL = frozenset({"crl"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +37,15 @@ class Evidence:
     """A report of 1184 bytes and its chain, each certificate in DER.
 
     ``vcek`` holds whichever endorsement certificate signed the report (VCEK or VLEK), ``ask``
-    its issuer (ASK or ASVK). Nothing is verified yet.
+    its issuer (ASK or ASVK), ``crl`` the ARK's revocation list in DER, or None where the service
+    has none. Nothing is verified yet; whether a list is needed is for the policy to say.
     """
 
     report: bytes = field(repr=False)
     vcek: bytes = field(repr=False)
     ask: bytes = field(repr=False)
     ark: bytes = field(repr=False)
+    crl: bytes | None = field(default=None, repr=False)
 
 
 class EvidenceProvider(Protocol):
@@ -73,7 +79,11 @@ def decode_record(data: bytes) -> tuple[Evidence, bytes]:
     if not isinstance(body, bytes):
         raise MalformedEvidenceError("The evidence record does not hold bytes.")
     values = codec.decode_map(
-        body, keys=frozenset({*_PARTS, "statement"}), limit=MAX_EVIDENCE_SIZE, what="evidence"
+        body,
+        keys=frozenset({*_PARTS, "statement"}),
+        optional=_OPTIONAL,
+        limit=MAX_EVIDENCE_SIZE,
+        what="evidence",
     )
     return _from_map(values), _part(values, "statement", MAX_STATEMENT_SIZE)
 
@@ -89,7 +99,9 @@ def decode_fresh(data: bytes) -> Evidence:
     Raises:
         MalformedEvidenceError: not such a map, or a part is too large.
     """
-    values = codec.decode_map(data, keys=frozenset(_PARTS), limit=MAX_EVIDENCE_SIZE, what="fresh evidence")
+    values = codec.decode_map(
+        data, keys=frozenset(_PARTS), optional=_OPTIONAL, limit=MAX_EVIDENCE_SIZE, what="fresh evidence"
+    )
     return _from_map(values)
 
 
@@ -107,7 +119,8 @@ def parse_nonce(text: str | None) -> bytes:
 
 
 def _as_map(evidence: Evidence) -> dict[str, bytes]:
-    return {"report": evidence.report, "vcek": evidence.vcek, "ask": evidence.ask, "ark": evidence.ark}
+    parts = {name: getattr(evidence, name) for name in _PARTS}
+    return parts if evidence.crl is None else {**parts, "crl": evidence.crl}
 
 
 def _from_map(values: dict[str, codec.Value]) -> Evidence:
@@ -116,6 +129,7 @@ def _from_map(values: dict[str, codec.Value]) -> Evidence:
         vcek=_part(values, "vcek", MAX_CERTIFICATE_SIZE),
         ask=_part(values, "ask", MAX_CERTIFICATE_SIZE),
         ark=_part(values, "ark", MAX_CERTIFICATE_SIZE),
+        crl=_part(values, "crl", MAX_CRL_ON_WIRE) if "crl" in values else None,
     )
 
 

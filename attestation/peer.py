@@ -11,7 +11,7 @@ import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
@@ -19,12 +19,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from attestation.certificates import Certificate, check_validity, load_certificate
-from attestation.errors import ChannelBindingError, MalformedEvidenceError, Mismatch, NotGenuineError
+from attestation.errors import ChannelBindingError, Fault, MalformedEvidenceError, Mismatch, NotGenuineError
 from attestation.evidence import MAX_EVIDENCE_SIZE, decode_fresh, decode_record
 from attestation.policy import UNPINNED, AnyPolicy, Policy, validate
 from attestation.ratls import MAX_LIFETIME, OID_EVIDENCE
 from attestation.statement import PURPOSE_CERTIFICATE, PURPOSE_FRESH, Statement, report_data
-from attestation.verdict import Verdict
+from attestation.verdict import Proof, Verdict
+from attestation.verdict_cache import DEFAULT_MAX_AGE, VerdictCache
 from attestation.verify import GenuineReport, verify_evidence
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ MAX_LEAF_SIZE = MAX_EVIDENCE_SIZE + 4096
 class VerifiedCertificate:
     """A server certificate whose evidence is genuine, acceptable and about its own key."""
 
+    der: bytes
     spki: bytes
     statement: Statement
     statement_bytes: bytes
@@ -45,12 +47,20 @@ class VerifiedCertificate:
 
 
 class PeerVerifier:
-    """Holds peers against one policy. ``clock`` returns the current time (timezone-aware)."""
+    """Holds peers against one policy. ``clock`` returns the current time (timezone-aware).
+
+    A certificate that passed is not judged again for ``max_age``; fresh evidence always is.
+    """
 
     def __init__(
-        self, policy: AnyPolicy, *, clock: Callable[[], datetime] = lambda: datetime.now(UTC)
+        self,
+        policy: AnyPolicy,
+        *,
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+        max_age: timedelta = DEFAULT_MAX_AGE,
     ) -> None:
         self.policy = policy
+        self.cache = VerdictCache(max_age=max_age)
         self._clock = clock
 
     def certificate(self, der: bytes) -> VerifiedCertificate:
@@ -61,8 +71,10 @@ class PeerVerifier:
             NotGenuineError: the certificate or its evidence does not verify.
             SimulatedEvidenceRefusedError, ChannelBindingError, PolicyRefusedError: see ``policy.validate``.
         """
-        leaf = load_certificate(der, "server", limit=MAX_LEAF_SIZE)
         now = self._clock()
+        if known := self.cache.get(der, now):
+            return known
+        leaf = load_certificate(der, "server", limit=MAX_LEAF_SIZE)
         spki = _check_leaf(leaf, now)
         evidence, statement_bytes = decode_record(_evidence_extension(leaf.x509))
         statement = Statement.decode(statement_bytes)
@@ -71,9 +83,11 @@ class PeerVerifier:
         warnings = validate(genuine, statement, policy=self.policy, expected_report_data=expected)
         for warning in warnings:
             logger.warning(warning)
-        return VerifiedCertificate(
-            spki, statement, statement_bytes, genuine, leaf.x509.not_valid_after_utc, warnings
+        verified = VerifiedCertificate(
+            der, spki, statement, statement_bytes, genuine, leaf.x509.not_valid_after_utc, warnings
         )
+        self.cache.put(der, verified, now)
+        return verified
 
     def fresh(
         self, verified: VerifiedCertificate, body: bytes, *, nonce: bytes, exporter: bytes, tls_version: str
@@ -97,11 +111,17 @@ class PeerVerifier:
             exporter=exporter,
         )
         validate(genuine, verified.statement, policy=self.policy, expected_report_data=expected)
-        _check_same_guest(verified.genuine, genuine)
-        return self._verdict(verified, genuine, tls_version, now)
+        check_same_guest(verified.genuine, genuine)
+        proof = Proof(certificate=verified.der, fresh=evidence, nonce=nonce)
+        return self._verdict(verified, genuine, proof, tls_version, now)
 
     def _verdict(
-        self, verified: VerifiedCertificate, genuine: GenuineReport, tls_version: str, now: datetime
+        self,
+        verified: VerifiedCertificate,
+        genuine: GenuineReport,
+        proof: Proof,
+        tls_version: str,
+        now: datetime,
     ) -> Verdict:
         report = genuine.report
         rules = self.policy if isinstance(self.policy, Policy) else self.policy.policy
@@ -122,6 +142,8 @@ class PeerVerifier:
             certificate_expires=verified.expires,
             fresh_evidence=True,
             time=now,
+            proof=proof,
+            revocation_expires=None if genuine.revocation is None else genuine.revocation.expires,
             warnings=verified.warnings,
         )
 
@@ -155,10 +177,13 @@ def _evidence_extension(certificate: x509.Certificate) -> bytes:
     return value.value
 
 
-def _check_same_guest(first: GenuineReport, second: GenuineReport) -> None:
+def check_same_guest(first: GenuineReport, second: GenuineReport) -> None:
+    """Raises ChannelBindingError unless both reports come from one guest on one chip."""
     remedy = "The answer was signed for another machine than the certificate."
     mismatches = [
-        Mismatch(name, getattr(first.report, name).hex(), getattr(second.report, name).hex(), remedy)
+        Mismatch(
+            name, getattr(first.report, name).hex(), getattr(second.report, name).hex(), remedy, Fault.CHANNEL
+        )
         for name in ("chip_id", "report_id", "measurement")
         if getattr(first.report, name) != getattr(second.report, name)
     ]

@@ -4,24 +4,46 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Final, Literal, TypeAlias
 
 from attestation.certificates import AMD_ROOTS, TrustRoots
 from attestation.errors import (
     ChannelBindingError,
+    Fault,
     InvalidPolicyError,
     Mismatch,
     PolicyRefusedError,
     SimulatedEvidenceRefusedError,
 )
-from attestation.report import Product, Report, SigningKey
+from attestation.pins import UNPINNED, Pin, PinnedOr
+from attestation.report import Product, Report
+from attestation.rules import CoreRules, LaunchRules, PlatformRules, Rule, listing
 from attestation.statement import MODEL_IDENTITY_SIZE, Statement, parse_digest
+from attestation.tcb_floors import bundled_floors
 from attestation.verify import GenuineReport
 
+__all__ = [
+    "DEFAULT_PROTECTION",
+    "MILAN_REASON",
+    "NOTHING_GIVEN",
+    "REPORT_DATA_SIZE",
+    "REPORT_VERSIONS",
+    "SIMULATED_MEASUREMENT",
+    "SIMULATED_WARNING",
+    "UNPINNED",
+    "AnyPolicy",
+    "Pin",
+    "Policy",
+    "UnsafeAllowSimulated",
+    "standard_platform",
+    "validate",
+    "validate_report",
+]
+
 MEASUREMENT_SIZE = 48
+REPORT_DATA_SIZE = 64
 
 DEFAULT_PROTECTION: Final = frozenset({"gelo-haar", "gelo-hd3", "gelo-dct4", "gelo-auto", "lpn"})
 """Schemes that hide the operands from the worker. ``plain`` does not and is not here."""
@@ -36,29 +58,48 @@ SIMULATED_WARNING: Final = (
     "SIMULATED EVIDENCE ACCEPTED: it proves nothing. Anyone, the operator included, can read this traffic."
 )
 
-_POLICY_RESERVED_ONE = 1 << 17
-_POLICY_KNOWN_BITS = 26
+MILAN_REASON: Final = (
+    "Milan has no ciphertext hiding, and the seed of its endorsement keys can be extracted by software "
+    "(arXiv 2605.12990), after which its owner can sign any report."
+)
+"""Why Milan is not in the products a policy should name, and what to weigh before adding it."""
+
+NOTHING_GIVEN: Final = LaunchRules(
+    host_data=bytes(32),
+    family_id=bytes(16),
+    image_id=bytes(16),
+    guest_svn=0,
+    id_key_digest=bytes(48),
+    author_key_digest=bytes(48),
+)
+"""A launch without host data and without an ID block."""
 
 
-class Pin(Enum):
-    """The one value of UNPINNED, as a type that a checker can tell from a pin."""
-
-    UNPINNED = "unpinned"
-
-
-UNPINNED: Final = Pin.UNPINNED
-"""Written in place of an expectation, it says on purpose: any value will do, but show it to me."""
+@cache
+def standard_platform() -> PlatformRules:
+    """The ``standard`` profile: patched hardware that signs with its own chip's key."""
+    return PlatformRules(
+        versions=REPORT_VERSIONS,
+        minimum_firmware=(1, 55, 0),
+        minimum_guest_abi=(0, 0),
+        floors=bundled_floors(),
+        vlek=None,
+        chip_ids=UNPINNED,
+        revocation_required=True,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What a client accepts.
+    """What a client accepts. What is not given here is checked against the strictest common value.
 
-    ``measurements``: launch digests of 48 bytes, at least one. ``products``: at least one.
-    ``model_identity``: the 32-byte identity of the expected model, or UNPINNED. ``service``: the
-    expected service name, or UNPINNED. ``allowed_protection``: names of acceptable schemes.
-    ``roots``: trusted ARKs, AMD's by default. Always required besides: report version 3 or 5,
-    signed with an unmasked VCEK, DEBUG and MIGRATE_MA off, no unknown policy bits, VMPL 0.
+    ``measurements``: launch digests of 48 bytes, at least one. ``products``: at least one; see
+    ``MILAN_REASON`` before adding Milan. ``model_identity``: the 32-byte identity of the expected
+    model, or UNPINNED. ``service``: the expected service name, or UNPINNED. ``allowed_protection``:
+    names of acceptable schemes. ``roots``: trusted ARKs, AMD's by default. ``platform``: rules on the
+    machine, the ``standard`` profile by default. ``launch``: rules on host data and ID block, by
+    default that there are none. ``extra``: further rules, for instance ``StrictRules``. ``CoreRules``
+    always hold besides.
 
     Raises:
         InvalidPolicyError: an expectation is empty or malformed.
@@ -66,10 +107,13 @@ class Policy:
 
     measurements: frozenset[bytes]
     products: frozenset[Product]
-    model_identity: bytes | Literal[Pin.UNPINNED]
-    service: str | Literal[Pin.UNPINNED]
+    model_identity: PinnedOr[bytes]
+    service: PinnedOr[str]
     allowed_protection: frozenset[str] = DEFAULT_PROTECTION
     roots: TrustRoots = AMD_ROOTS
+    platform: Rule = field(default_factory=standard_platform)
+    launch: Rule = NOTHING_GIVEN
+    extra: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("measurements", "products", "allowed_protection"):
@@ -87,6 +131,10 @@ class Policy:
             raise InvalidPolicyError("service must be a name or UNPINNED.")
         if self.roots.unsafe_allow_simulated:
             raise InvalidPolicyError("Simulated roots are accepted by UnsafeAllowSimulated only.")
+        if not isinstance(self.extra, tuple) or not all(
+            isinstance(rule, Rule) for rule in (self.platform, self.launch, *self.extra)
+        ):
+            raise InvalidPolicyError("platform, launch and extra must hold rules.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +182,7 @@ def validate(
 ) -> tuple[str, ...]:
     """Hold a genuine report and the statement bound to it against ``policy``.
 
-    Returns warnings that must reach the user; empty for evidence from hardware.
+    Returns warnings that must reach the user.
 
     Raises:
         SimulatedEvidenceRefusedError: the evidence is simulated and the policy does not say so.
@@ -142,27 +190,58 @@ def validate(
         PolicyRefusedError: anything else does not match.
         Both of the last list every mismatch.
     """
-    if isinstance(policy, UnsafeAllowSimulated):
-        rules = policy.policy
-        if genuine.simulated:
-            rules = replace(
-                rules, measurements=frozenset({SIMULATED_MEASUREMENT}), products=frozenset(Product)
-            )
-    elif genuine.simulated:
-        raise SimulatedEvidenceRefusedError("The evidence comes from a simulated PSP, not from AMD hardware.")
-    else:
-        rules = policy
+    rules = _rules_for(genuine, policy)
     binding = _binding_mismatches(genuine.report, expected_report_data)
     others = [*_report_mismatches(genuine, rules), *_statement_mismatches(statement, rules)]
     if binding:
         raise ChannelBindingError([*binding, *others])
     if others:
         raise PolicyRefusedError(others)
-    return (SIMULATED_WARNING,) if genuine.simulated else ()
+    return _warnings(genuine)
+
+
+def validate_report(
+    genuine: GenuineReport, *, policy: AnyPolicy, expected_report_data: PinnedOr[bytes]
+) -> tuple[str, ...]:
+    """Hold a genuine report alone against ``policy``, for an auditor who has no statement.
+
+    The policy's expectations of the statement are not checked. ``expected_report_data`` UNPINNED
+    does not check what the report was made for.
+
+    Raises:
+        SimulatedEvidenceRefusedError: the evidence is simulated and the policy does not say so.
+        PolicyRefusedError: something does not match; every mismatch is listed.
+    """
+    rules = _rules_for(genuine, policy)
+    found = _report_mismatches(genuine, rules)
+    if expected_report_data is not UNPINNED:
+        found = [*_binding_mismatches(genuine.report, expected_report_data), *found]
+    if found:
+        raise PolicyRefusedError(found)
+    return _warnings(genuine)
+
+
+def _rules_for(genuine: GenuineReport, policy: AnyPolicy) -> Policy:
+    if isinstance(policy, Policy):
+        if genuine.simulated:
+            raise SimulatedEvidenceRefusedError(
+                "The evidence comes from a simulated PSP, not from AMD hardware."
+            )
+        return policy
+    rules = policy.policy
+    if genuine.simulated:
+        return replace(rules, measurements=frozenset({SIMULATED_MEASUREMENT}), products=frozenset(Product))
+    return rules
+
+
+def _warnings(genuine: GenuineReport) -> tuple[str, ...]:
+    if genuine.simulated:
+        return (SIMULATED_WARNING,)
+    return (f"MILAN ACCEPTED: {MILAN_REASON}",) if genuine.product is Product.MILAN else ()
 
 
 def _binding_mismatches(report: Report, expected: bytes) -> list[Mismatch]:
-    if hmac.compare_digest(report.report_data, expected):
+    if len(expected) == REPORT_DATA_SIZE and hmac.compare_digest(report.report_data, expected):
         return []
     return [
         Mismatch(
@@ -170,73 +249,37 @@ def _binding_mismatches(report: Report, expected: bytes) -> list[Mismatch]:
             f"{expected.hex()[:16]}... (this key, statement, nonce and connection)",
             f"{report.report_data.hex()[:16]}...",
             "The report was made for another key or another connection.",
+            Fault.CHANNEL,
         )
     ]
 
 
 def _report_mismatches(genuine: GenuineReport, rules: Policy) -> list[Mismatch]:
-    report = genuine.report
-    unknown_bits = report.policy >> _POLICY_KNOWN_BITS
-    checks = (
-        (
-            report.version in REPORT_VERSIONS,
-            "version",
-            _listing(map(str, REPORT_VERSIONS)),
-            str(report.version),
-            "The service's firmware or kernel is too old.",
-        ),
-        (
-            not report.debug,
-            "policy.debug",
-            "off",
-            "on",
-            "The host can read this guest's memory. It must be launched without DEBUG.",
-        ),
-        (
-            not report.migration_agent,
-            "policy.migrate_ma",
-            "off",
-            "on",
-            "A migration agent could move the guest's secrets. It must be launched without MIGRATE_MA.",
-        ),
-        (
-            bool(report.policy & _POLICY_RESERVED_ONE) and not unknown_bits,
-            "policy.reserved",
-            "bit 17 set, bits 63:26 clear",
-            f"{report.policy:#x}",
-            "This client does not know what the policy bits mean; update it.",
-        ),
-        (
-            report.vmpl == 0,
-            "vmpl",
-            "0",
-            str(report.vmpl),
-            "The report was made at a less privileged level, where the service does not run.",
-        ),
-        (
-            report.signing_key == SigningKey.VCEK and not report.chip_key_masked,
-            "signing_key",
-            "VCEK, not masked",
-            f"{report.signing_key}{', masked' if report.chip_key_masked else ''}",
-            "The platform must sign with its chip's own key.",
-        ),
-        (any(report.chip_id), "chip_id", "not zero", "zero", "The platform hides which chip it is."),
-        (
-            report.measurement in rules.measurements,
-            "measurement",
-            f"one of {_listing(m.hex() for m in rules.measurements)}",
-            report.measurement.hex(),
-            "Other software was launched than the policy knows. Compare with the published digests.",
-        ),
-        (
-            genuine.product in rules.products,
-            "product",
-            f"one of {_listing(product.value for product in rules.products)}",
-            genuine.product.value,
-            "The policy does not accept this processor generation.",
-        ),
-    )
-    return [Mismatch(name, want, got, remedy) for ok, name, want, got, remedy in checks if not ok]
+    found = [*CoreRules().mismatches(genuine), *rules.platform.mismatches(genuine)]
+    measurement, product = genuine.report.measurement, genuine.product
+    if measurement not in rules.measurements:
+        found.append(
+            Mismatch(
+                "measurement",
+                f"one of {listing(m.hex() for m in rules.measurements)}",
+                measurement.hex(),
+                "Other software was launched than the policy knows. Compare with the published digests.",
+            )
+        )
+    if product not in rules.products:
+        found.append(
+            Mismatch(
+                "product",
+                f"one of {listing(product.value for product in rules.products)}",
+                product.value,
+                "The policy does not accept this processor generation."
+                + (f" {MILAN_REASON}" if product is Product.MILAN else ""),
+                Fault.HOST,
+            )
+        )
+    for rule in (rules.launch, *rules.extra):
+        found += rule.mismatches(genuine)
+    return found
 
 
 def _statement_mismatches(statement: Statement, rules: Policy) -> list[Mismatch]:
@@ -258,13 +301,9 @@ def _statement_mismatches(statement: Statement, rules: Policy) -> list[Mismatch]
         found.append(
             Mismatch(
                 "protection",
-                f"one of {_listing(rules.allowed_protection)}",
+                f"one of {listing(rules.allowed_protection)}",
                 statement.protection,
                 "The service does not protect the operands as the policy asks.",
             )
         )
     return found
-
-
-def _listing(values: Iterable[str]) -> str:
-    return ", ".join(sorted(values))

@@ -17,7 +17,12 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from cryptography.x509.oid import NameOID
 from OpenSSL import SSL
 
-from attestation.errors import AttestationError, EvidenceUnavailableError, InvalidPolicyError
+from attestation.errors import (
+    AttestationError,
+    EvidenceUnavailableError,
+    InvalidPolicyError,
+    KeyRotatedError,
+)
 from attestation.evidence import (
     EXPORTER_SIZE,
     MAX_EVIDENCE_SIZE,
@@ -57,13 +62,18 @@ class Credential:
     expires: datetime
 
 
+def _in_thread(work: Callable[[], None]) -> None:
+    threading.Thread(target=work, name="ratls-rotation", daemon=True).start()
+
+
 class ServerIdentity:
     """Who the service is: a statement, and TLS keys that evidence vouches for.
 
-    A new key and certificate are made at construction and whenever half of ``lifetime`` (at most
-    24 hours) has passed; connections that use the previous key live on. ``hosts`` are the DNS
-    names and addresses put into the certificate; clients rely on the evidence instead.
-    ``clock`` returns the current time (timezone-aware). Thread-safe.
+    A new key and certificate are made at construction and, in the background, whenever half of
+    ``lifetime`` (at most 24 hours) has passed; connections that use an older key live on. ``hosts``
+    are the DNS names and addresses put into the certificate; clients rely on the evidence instead.
+    ``clock`` returns the current time (timezone-aware). ``background`` runs the rotation, by
+    default in a thread. Thread-safe.
 
     Raises:
         EvidenceUnavailableError: ``provider`` gave no evidence.
@@ -78,6 +88,7 @@ class ServerIdentity:
         lifetime: timedelta = MAX_LIFETIME,
         hosts: Sequence[str] = ("localhost", "127.0.0.1", "::1"),
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+        background: Callable[[Callable[[], None]], None] = _in_thread,
     ) -> None:
         if not 2 * _BACKDATE < lifetime <= MAX_LIFETIME:
             raise InvalidPolicyError("A certificate may live for more than 10 minutes and at most 24 hours.")
@@ -85,32 +96,53 @@ class ServerIdentity:
         self._provider = provider
         self._statement_bytes = statement.encode()
         self._lifetime, self._hosts, self._clock = lifetime, tuple(hosts), clock
-        self._lock = threading.Lock()
+        self._background = background
+        self._lock, self._making = threading.Lock(), threading.Lock()
+        self._rotating = False
         self._previous: Credential | None = None
         self._current = self._make_credential()
         self._rotate_at = self._clock() + lifetime / 2
 
     def credential(self) -> Credential:
-        """The credential for a new connection, rotated if it is due. May block for milliseconds.
+        """The credential for a new connection.
 
-        A rotation that fails is logged and retried a minute later, as long as the current
-        certificate is valid.
+        Returns at once, also while the next one is being made; it blocks for as long as the PSP
+        takes only if nobody connected for so long that the current certificate has expired. A
+        rotation that fails is logged and retried a minute later.
 
         Raises:
             EvidenceUnavailableError: the current certificate has expired and no new one can be made.
         """
+        now = self._clock()
         with self._lock:
-            now = self._clock()
-            if now >= self._rotate_at:
-                try:
-                    self._previous, self._current = self._current, self._make_credential()
-                    self._rotate_at = now + self._lifetime / 2
-                except AttestationError as error:
-                    if now >= self._current.expires:
-                        raise
-                    logger.warning("Could not rotate the TLS key (%s); keeping the current one.", error.code)
-                    self._rotate_at = now + _RETRY_ROTATION
-            return self._current
+            current = self._current
+            expired = now >= current.expires
+            due = not expired and not self._rotating and now >= self._rotate_at
+            self._rotating = self._rotating or due
+        if expired:
+            self._replace(current)
+        elif due:
+            self._background(lambda: self._rotate(current))
+        return self._current
+
+    def _rotate(self, current: Credential) -> None:
+        try:
+            self._replace(current)
+        except AttestationError as error:
+            logger.warning("Could not rotate the TLS key (%s); keeping the current one.", error.code)
+            self._rotate_at = self._clock() + _RETRY_ROTATION
+        finally:
+            self._rotating = False
+
+    def _replace(self, current: Credential) -> None:
+        """Put a new credential in the place of ``current``, unless somebody has done so."""
+        with self._making:
+            if self._current is not current:
+                return
+            made = self._make_credential()
+            with self._lock:
+                self._previous, self._current = current, made
+                self._rotate_at = self._clock() + self._lifetime / 2
 
     def fresh_evidence(self, nonce: bytes, exporter: bytes, *, spki: bytes | None = None) -> bytes:
         """See the function ``fresh_evidence``."""
@@ -119,9 +151,7 @@ class ServerIdentity:
         own = {c.spki for c in (self._current, self._previous) if c is not None}
         key = self._current.spki if spki is None else spki
         if key not in own:
-            raise EvidenceUnavailableError(
-                "The key of this connection has been rotated out.", remedy="Open a new connection."
-            )
+            raise KeyRotatedError("The key of this connection has been rotated out.")
         data = report_data(
             purpose=PURPOSE_FRESH, spki=key, statement=self._statement_bytes, nonce=nonce, exporter=exporter
         )
@@ -172,7 +202,8 @@ def fresh_evidence(
     Blocks while the PSP signs, so call it in a worker thread and behind a ``TokenBucket``.
 
     Raises:
-        EvidenceUnavailableError: no evidence could be had, or the key is no longer this identity's.
+        EvidenceUnavailableError: no evidence could be had.
+        KeyRotatedError: the key is no longer this identity's; an HTTP API answers 409.
     """
     return identity.fresh_evidence(nonce, exporter, spki=spki)
 

@@ -7,9 +7,10 @@ ATTESTATION_REPORT (structure versions 2 to 5) and table TCB_VERSION. Parsing ch
 
 from __future__ import annotations
 
+import hashlib
 import struct
-from dataclasses import dataclass, field
-from enum import Enum, IntEnum
+from dataclasses import dataclass, field, fields
+from enum import Enum, IntEnum, IntFlag
 
 from attestation.errors import MalformedEvidenceError
 
@@ -39,6 +40,41 @@ class SigningKey(IntEnum):
     VCEK = 0
     VLEK = 1
     NONE = 7
+
+
+class PolicyBit(IntFlag):
+    """Bits of POLICY (56860, table GUEST_POLICY) above the ABI version. Bits 63:26 are reserved."""
+
+    SMT = 1 << 16
+    RESERVED_ONE = 1 << 17
+    MIGRATE_MA = 1 << 18
+    DEBUG = 1 << 19
+    SINGLE_SOCKET = 1 << 20
+    CXL_ALLOW = 1 << 21
+    MEM_AES_256_XTS = 1 << 22
+    RAPL_DIS = 1 << 23
+    CIPHERTEXT_HIDING_DRAM = 1 << 24
+    PAGE_SWAP_DISABLE = 1 << 25
+
+
+POLICY_KNOWN_BITS = 26
+
+
+class PlatformBit(IntFlag):
+    """Bits of PLATFORM_INFO (56860, table PLATFORM_INFO)."""
+
+    SMT_EN = 1 << 0
+    TSME_EN = 1 << 1
+    ECC_EN = 1 << 2
+    RAPL_DIS = 1 << 3
+    CIPHERTEXT_HIDING_DRAM_EN = 1 << 4
+    ALIAS_CHECK_COMPLETE = 1 << 5
+    IOMMU_WRITE_SAFE = 1 << 6
+    TIO_EN = 1 << 7
+
+
+TCB_NAMES = ("reported", "committed", "launch", "current")
+"""The four TCB_VERSION fields of a report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,28 +165,70 @@ class Report:
         return self.raw[:SIGNED_SIZE]
 
     @property
+    def replay_key(self) -> str:
+        """SHA-256 of the signed bytes, in hex: the same for every signature over the same report."""
+        return hashlib.sha256(self.signed_bytes).hexdigest()
+
+    def policy_bit(self, bit: PolicyBit) -> bool:
+        """Whether ``bit`` of POLICY is set."""
+        return bool(self.policy & bit)
+
+    def platform_bit(self, bit: PlatformBit) -> bool:
+        """Whether ``bit`` of PLATFORM_INFO is set."""
+        return bool(self.platform_info & bit)
+
+    @property
     def debug(self) -> bool:
-        """POLICY bit 19: the hypervisor may read and write the guest's memory."""
-        return bool(self.policy >> 19 & 1)
+        """The hypervisor may read and write the guest's memory."""
+        return self.policy_bit(PolicyBit.DEBUG)
 
     @property
     def migration_agent(self) -> bool:
-        """POLICY bit 18: a migration agent may be associated with the guest."""
-        return bool(self.policy >> 18 & 1)
+        """A migration agent may be associated with the guest."""
+        return self.policy_bit(PolicyBit.MIGRATE_MA)
+
+    @property
+    def policy_abi(self) -> tuple[int, int]:
+        """POLICY bits 15:0: the oldest firmware ABI (major, minor) the guest may run on."""
+        return (self.policy >> 8 & 0xFF, self.policy & 0xFF)
+
+    @property
+    def raw_tcbs(self) -> dict[str, bytes]:
+        """The four TCB_VERSION fields, 8 bytes each, by name."""
+        return {name: getattr(self, f"{name}_tcb") for name in TCB_NAMES}
+
+    def as_dict(self) -> dict[str, object]:
+        """Every field as a JSON-able value: byte strings in hex, patch levels where the product is known."""
+        values: dict[str, object] = {}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name != "raw":
+                values[item.name] = value.hex() if isinstance(value, bytes) else value
+        product = self.product
+        if product is not None:
+            for name, raw in self.raw_tcbs.items():
+                values[f"{name}_tcb"] = Tcb.decode(raw, product).as_dict()
+        for name in ("current_firmware", "committed_firmware"):
+            values[name] = ".".join(map(str, getattr(self, name)))
+        for name in ("signature_r", "signature_s"):
+            values[name] = f"{getattr(self, name):096x}"
+        values["cpuid"] = None if self.cpuid is None else "{:02x}/{:02x}/{:x}".format(*self.cpuid)
+        values["product"] = None if product is None else product.value
+        values["policy"] = {
+            "raw": f"{self.policy:#x}",
+            "abi": "{}.{}".format(*self.policy_abi),
+            **{bit.name.lower(): self.policy_bit(bit) for bit in PolicyBit if bit.name},
+        }
+        values["platform_info"] = {
+            "raw": f"{self.platform_info:#x}",
+            **{bit.name.lower(): self.platform_bit(bit) for bit in PlatformBit if bit.name},
+        }
+        return values
 
     @property
     def product(self) -> Product | None:
         """From the CPUID family and model of version 3 and later; None if absent or unknown."""
-        if self.cpuid is None:
-            return None
-        family, model, _ = self.cpuid
-        if family == 0x19 and model <= 0x0F:
-            return Product.MILAN
-        if family == 0x19 and (0x10 <= model <= 0x1F or 0xA0 <= model <= 0xAF):
-            return Product.GENOA
-        if family == 0x1A and model <= 0x11:
-            return Product.TURIN
-        return None
+        return product_of(self.cpuid)
 
 
 def parse_report(raw: bytes) -> Report:
@@ -159,6 +237,7 @@ def parse_report(raw: bytes) -> Report:
     Raises:
         MalformedEvidenceError: wrong length, unknown version, or a reserved byte is not zero.
     """
+    raw = bytes(raw)
     if len(raw) != REPORT_SIZE:
         raise MalformedEvidenceError(f"An attestation report has {REPORT_SIZE} bytes, this has {len(raw)}.")
     version, guest_svn, policy = struct.unpack_from("<IIQ", raw, 0x00)
@@ -169,8 +248,10 @@ def parse_report(raw: bytes) -> Report:
     if key_info >> 5:
         raise MalformedEvidenceError("Reserved bits of KEY_INFO (0x048) are not zero.")
     _check_reserved(raw, version)
+    cpuid = (raw[0x188], raw[0x189], raw[0x18A]) if version >= 3 else None
+    product = product_of(cpuid)
     mitigations = struct.unpack_from("<QQ", raw, 0x1F8) if version >= 5 else (None, None)
-    return Report(
+    report = Report(
         version=version,
         guest_svn=guest_svn,
         policy=policy,
@@ -191,7 +272,7 @@ def parse_report(raw: bytes) -> Report:
         report_id=raw[0x140:0x160],
         report_id_ma=raw[0x160:0x180],
         reported_tcb=raw[0x180:0x188],
-        cpuid=(raw[0x188], raw[0x189], raw[0x18A]) if version >= 3 else None,
+        cpuid=cpuid,
         chip_id=raw[0x1A0:0x1E0],
         committed_tcb=raw[0x1E0:0x1E8],
         current_firmware=(raw[0x1EA], raw[0x1E9], raw[0x1E8]),
@@ -203,6 +284,24 @@ def parse_report(raw: bytes) -> Report:
         signature_s=int.from_bytes(raw[0x2E8 : 0x2E8 + _P384_SIZE], "little"),
         raw=raw,
     )
+    if product is not None:
+        for tcb in report.raw_tcbs.values():
+            Tcb.decode(tcb, product)
+    return report
+
+
+def product_of(cpuid: tuple[int, int, int] | None) -> Product | None:
+    """The product with this CPUID family and model; None if absent or unknown."""
+    if cpuid is None:
+        return None
+    family, model, _ = cpuid
+    if family == 0x19 and model <= 0x0F:
+        return Product.MILAN
+    if family == 0x19 and (0x10 <= model <= 0x1F or 0xA0 <= model <= 0xAF):
+        return Product.GENOA
+    if family == 0x1A and model <= 0x11:
+        return Product.TURIN
+    return None
 
 
 def _check_reserved(raw: bytes, version: int) -> None:

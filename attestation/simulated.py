@@ -41,8 +41,8 @@ _CACHE_FILE = "authority.pem"
 _MAX_CACHE_SIZE = 64 * 1024
 _CPUID = {Product.MILAN: (0x19, 0x01, 1), Product.GENOA: (0x19, 0x11, 1), Product.TURIN: (0x1A, 0x02, 1)}
 _TCB = {
-    Product.MILAN: Tcb(None, 4, 0, 24, 219),
-    Product.GENOA: Tcb(None, 10, 0, 23, 84),
+    Product.MILAN: Tcb(None, 4, 0, 25, 219),
+    Product.GENOA: Tcb(None, 10, 0, 27, 86),
     Product.TURIN: Tcb(1, 1, 1, 4, 81),
 }
 

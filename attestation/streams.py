@@ -11,7 +11,8 @@ import ipaddress
 import ssl
 import time
 from collections.abc import Callable, Generator, Iterator
-from datetime import datetime
+from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import Any
 
 import httpcore
@@ -24,10 +25,13 @@ from attestation.verdict import Verdict
 MAX_ESTABLISH_SECONDS = 30.0
 """Upper bound for handshake and verification together, whatever the caller's timeout is."""
 
+VERDICT = "attestation"
+"""``get_extra_info`` of an attested stream by this name is its verdict."""
+
 _CHUNK = 65536
 
 
-class _Deadline:
+class Deadline:
     """Seconds left of one operation; None means no limit."""
 
     def __init__(self, seconds: float | None, error: type[Exception]) -> None:
@@ -42,9 +46,9 @@ class _Deadline:
         return left
 
 
-def _establish_deadline(timeout: float | None) -> _Deadline:
+def _establish_deadline(timeout: float | None) -> Deadline:
     seconds = MAX_ESTABLISH_SECONDS if timeout is None else min(timeout, MAX_ESTABLISH_SECONDS)
-    return _Deadline(seconds, httpcore.ConnectTimeout)
+    return Deadline(seconds, httpcore.ConnectTimeout)
 
 
 @contextlib.contextmanager
@@ -61,10 +65,15 @@ def _connect_errors() -> Iterator[None]:
 
 
 class Endpoint:
-    """What every connection of one transport shares."""
+    """What every connection of one transport shares.
 
-    def __init__(self, policy: AnyPolicy, clock: Callable[[], datetime]) -> None:
-        self.verifier = PeerVerifier(policy, clock=clock)
+    No connection takes a new request once ``max_age`` has passed since it was verified, or its
+    certificate has expired: the pool then makes a new one, which is verified anew.
+    """
+
+    def __init__(self, policy: AnyPolicy, clock: Callable[[], datetime], max_age: timedelta) -> None:
+        self.verifier = PeerVerifier(policy, clock=clock, max_age=max_age)
+        self.max_age = max_age
         self.context = client_context(self.verifier)
         self.verdict: Verdict | None = None
 
@@ -72,6 +81,21 @@ class Endpoint:
         channel = TlsChannel(self.context, None if _is_address(host) else host)
         authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         return channel, establish(channel, self.verifier, authority)
+
+    def attested(self, channel: TlsChannel, verdict: Verdict) -> Attested:
+        """A connection that was just verified."""
+        self.verdict = verdict
+        good_for = min(self.max_age, verdict.certificate_expires - verdict.time)
+        return Attested(channel, verdict, time.monotonic() + good_for.total_seconds())
+
+
+@dataclass(frozen=True, slots=True)
+class Attested:
+    """A verified connection. ``good_until`` is in monotonic seconds."""
+
+    channel: TlsChannel
+    verdict: Verdict
+    good_until: float
 
 
 def _is_address(host: str) -> bool:
@@ -88,7 +112,7 @@ class TlsStream(httpcore.NetworkStream):
     def __init__(self, raw: httpcore.NetworkStream, endpoint: Endpoint, host: str, port: int) -> None:
         self._raw, self._endpoint = raw, endpoint
         self._host, self._port = host, port
-        self._channel: TlsChannel | None = None
+        self._attested: Attested | None = None
 
     def start_tls(
         self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
@@ -98,16 +122,16 @@ class TlsStream(httpcore.NetworkStream):
         channel, steps = self._endpoint.start(self._host, self._port)
         try:
             with _connect_errors():
-                self._endpoint.verdict = self._run(steps, deadline)
+                verdict = self._run(steps, deadline)
         except BaseException:
             with contextlib.suppress(Exception):
                 self._raw.write(channel.drain(), 1.0)  # tells the peer that it was refused
             self._raw.close()
             raise
-        self._channel = channel
+        self._attested = self._endpoint.attested(channel, verdict)
         return self
 
-    def _run(self, steps: Generator[bytes, bytes, Verdict], deadline: _Deadline) -> Verdict:
+    def _run(self, steps: Generator[bytes, bytes, Verdict], deadline: Deadline) -> Verdict:
         try:
             outgoing = next(steps)
             while True:
@@ -118,7 +142,7 @@ class TlsStream(httpcore.NetworkStream):
             return verdict
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        deadline = _Deadline(timeout, httpcore.ReadTimeout)
+        deadline = Deadline(timeout, httpcore.ReadTimeout)
         try:
             while (data := self._tls.receive(max_bytes)) is None:
                 _feed(self._tls, self._raw.read(_CHUNK, deadline.left()))
@@ -127,7 +151,7 @@ class TlsStream(httpcore.NetworkStream):
         return data
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        deadline = _Deadline(timeout, httpcore.WriteTimeout)
+        deadline = Deadline(timeout, httpcore.WriteTimeout)
         view = memoryview(buffer)
         try:
             while view:
@@ -137,19 +161,19 @@ class TlsStream(httpcore.NetworkStream):
             raise httpcore.WriteError(f"TLS: {error}") from error
 
     def close(self) -> None:
-        if self._channel is not None:
+        if self._attested is not None:
             with contextlib.suppress(httpcore.WriteError, httpcore.WriteTimeout):
-                self._raw.write(self._channel.close_notify(), 1.0)
+                self._raw.write(self._attested.channel.close_notify(), 1.0)
         self._raw.close()
 
     def get_extra_info(self, info: str) -> Any:
-        return _extra_info(info, self._raw, self._channel)
+        return _extra_info(info, self._raw, self._attested)
 
     @property
     def _tls(self) -> TlsChannel:
-        if self._channel is None:
+        if self._attested is None:
             raise httpcore.UnsupportedProtocol("only https is served: this connection is not attested")
-        return self._channel
+        return self._attested.channel
 
 
 class AsyncTlsStream(httpcore.AsyncNetworkStream):
@@ -158,7 +182,7 @@ class AsyncTlsStream(httpcore.AsyncNetworkStream):
     def __init__(self, raw: httpcore.AsyncNetworkStream, endpoint: Endpoint, host: str, port: int) -> None:
         self._raw, self._endpoint = raw, endpoint
         self._host, self._port = host, port
-        self._channel: TlsChannel | None = None
+        self._attested: Attested | None = None
 
     async def start_tls(
         self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
@@ -168,17 +192,17 @@ class AsyncTlsStream(httpcore.AsyncNetworkStream):
         channel, steps = self._endpoint.start(self._host, self._port)
         try:
             with _connect_errors():
-                self._endpoint.verdict = await self._run(steps, deadline)
+                verdict = await self._run(steps, deadline)
         except BaseException as error:
             if isinstance(error, Exception):  # a cancelled task may not wait any more
                 with contextlib.suppress(Exception):
                     await self._raw.write(channel.drain(), 1.0)  # tells the peer that it was refused
             await self._raw.aclose()
             raise
-        self._channel = channel
+        self._attested = self._endpoint.attested(channel, verdict)
         return self
 
-    async def _run(self, steps: Generator[bytes, bytes, Verdict], deadline: _Deadline) -> Verdict:
+    async def _run(self, steps: Generator[bytes, bytes, Verdict], deadline: Deadline) -> Verdict:
         try:
             outgoing = next(steps)
             while True:
@@ -189,7 +213,7 @@ class AsyncTlsStream(httpcore.AsyncNetworkStream):
             return verdict
 
     async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        deadline = _Deadline(timeout, httpcore.ReadTimeout)
+        deadline = Deadline(timeout, httpcore.ReadTimeout)
         try:
             while (data := self._tls.receive(max_bytes)) is None:
                 _feed(self._tls, await self._raw.read(_CHUNK, deadline.left()))
@@ -198,7 +222,7 @@ class AsyncTlsStream(httpcore.AsyncNetworkStream):
         return data
 
     async def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        deadline = _Deadline(timeout, httpcore.WriteTimeout)
+        deadline = Deadline(timeout, httpcore.WriteTimeout)
         view = memoryview(buffer)
         try:
             while view:
@@ -208,19 +232,19 @@ class AsyncTlsStream(httpcore.AsyncNetworkStream):
             raise httpcore.WriteError(f"TLS: {error}") from error
 
     async def aclose(self) -> None:
-        if self._channel is not None:
+        if self._attested is not None:
             with contextlib.suppress(httpcore.WriteError, httpcore.WriteTimeout):
-                await self._raw.write(self._channel.close_notify(), 1.0)
+                await self._raw.write(self._attested.channel.close_notify(), 1.0)
         await self._raw.aclose()
 
     def get_extra_info(self, info: str) -> Any:
-        return _extra_info(info, self._raw, self._channel)
+        return _extra_info(info, self._raw, self._attested)
 
     @property
     def _tls(self) -> TlsChannel:
-        if self._channel is None:
+        if self._attested is None:
             raise httpcore.UnsupportedProtocol("only https is served: this connection is not attested")
-        return self._channel
+        return self._attested.channel
 
 
 def _feed(channel: TlsChannel, data: bytes) -> None:
@@ -231,10 +255,18 @@ def _feed(channel: TlsChannel, data: bytes) -> None:
 
 
 def _extra_info(
-    info: str, raw: httpcore.NetworkStream | httpcore.AsyncNetworkStream, channel: TlsChannel | None
+    info: str, raw: httpcore.NetworkStream | httpcore.AsyncNetworkStream, attested: Attested | None
 ) -> Any:
     if info == "ssl_object":
         return None  # there is none, and so httpcore does not look for HTTP/2
-    if info == "is_readable" and channel is not None and channel.has_plaintext:
+    if info == VERDICT:
+        return None if attested is None else attested.verdict
+    # An idle connection that is readable has been closed by the peer: httpcore then makes a new one. One
+    # whose verdict is too old has to go the same way.
+    if (
+        info == "is_readable"
+        and attested is not None
+        and (attested.channel.has_plaintext or time.monotonic() >= attested.good_until)
+    ):
         return True
     return raw.get_extra_info(info)

@@ -13,7 +13,7 @@ from collections.abc import Generator
 from cryptography.hazmat.primitives.serialization import Encoding
 from OpenSSL import SSL, crypto
 
-from attestation.errors import AttestationError, EvidenceUnavailableError, NotGenuineError
+from attestation.errors import AttestationError, EvidenceUnavailableError, KeyRotatedError, NotGenuineError
 from attestation.evidence import EXPORTER_LABEL, EXPORTER_SIZE, FRESH_PATH, MAX_EVIDENCE_SIZE, NONCE_SIZE
 from attestation.peer import PeerVerifier, VerifiedCertificate
 from attestation.verdict import Verdict
@@ -22,6 +22,9 @@ MAX_ESTABLISH_BYTES = 512 * 1024
 """What a peer may send before the verdict: certificate and evidence are below 64 KiB each."""
 
 MAX_HEAD_SIZE = 16 * 1024
+
+STATUS_KEY_ROTATED = b"409"
+"""How a service says that this connection's key has been rotated out."""
 
 _TLS13 = "TLSv1.3"
 # X509_V_OK, _ERR_CERT_NOT_YET_VALID and _ERR_CERT_HAS_EXPIRED (PeerVerifier checks validity by its own
@@ -218,6 +221,8 @@ def _response_body(received: bytearray) -> bytes | None:
             )
         return None
     status, *lines = bytes(received[:end]).split(b"\r\n")
+    if status[9:12] == STATUS_KEY_ROTATED and status.startswith(b"HTTP/1.1 "):
+        raise KeyRotatedError("The service cannot vouch for the TLS key of this connection any more.")
     if status != b"HTTP/1.1 200" and not status.startswith(b"HTTP/1.1 200 "):
         code = status[9:12].decode("ascii", "replace") if status[9:12].isdigit() else "not HTTP/1.1"
         raise EvidenceUnavailableError(

@@ -12,6 +12,7 @@ from gelo_cli.options import (
     AllowSimulatedOption,
     MeasurementOption,
     ModelIdentityOption,
+    PolicyOption,
 )
 
 
@@ -28,6 +29,7 @@ def generate(
     top_k: Annotated[int, typer.Option(min=0, help="0 keeps every token.")] = 0,
     seed: Annotated[int | None, typer.Option(min=0)] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
+    policy_file: PolicyOption = None,
     allow_simulated: AllowSimulatedOption = False,
     allow_plain: AllowPlainOption = False,
     model_identity: ModelIdentityOption = None,
@@ -46,7 +48,7 @@ def generate(
     with reported_errors():
         policy = policy_from(
             allow_simulated=allow_simulated, allow_plain=allow_plain,
-            model_identity=model_identity, measurements=measurement,
+            model_identity=model_identity, measurements=measurement, policy_file=policy_file,
         )  # fmt: skip
         timing = ask(url, policy, body, quiet=quiet)
     if not quiet:

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import typer
 
-from gelo_cli import demo, generate, models, score, serve, up, verify, worker
+from gelo_cli import (
+    attack,
+    demo,
+    generate,
+    measure,
+    models,
+    proxy,
+    score,
+    serve,
+    up,
+    verify,
+    verify_report,
+    worker,
+)
 
 app = typer.Typer(
     name="gelo",
@@ -18,10 +31,14 @@ app = typer.Typer(
     ),
 )
 app.add_typer(models.app, name="models")
+app.add_typer(attack.app, name="attack")
 app.command("worker")(worker.worker)
 app.command("serve")(serve.serve)
 app.command("up")(up.up)
 app.command("generate")(generate.generate)
 app.command("verify")(verify.verify)
+app.command("verify-report")(verify_report.verify_report)
+app.command("measure")(measure.measure)
+app.command("proxy")(proxy.proxy)
 app.command("score")(score.score)
 app.command("demo")(demo.demo)

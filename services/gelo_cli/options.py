@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -40,6 +41,15 @@ class KvChoice(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class EvidenceChoice(StrEnum):
+    """Evidence providers, with the names of ``attestation.providers.select``."""
+
+    AUTO = "auto"
+    CONFIGFS = "configfs"
+    SEV_GUEST = "sev-guest"
+    SIMULATED = "simulated"
+
+
 class ProtectionChoice(StrEnum):
     """Protection schemes."""
 
@@ -74,6 +84,14 @@ FreshMaskOption = Annotated[
 MaxLenOption = Annotated[
     int, typer.Option(help="Prompt plus answer, in tokens. 0: the model's limit, at most 4096.", min=0)
 ]
+EvidenceOption = Annotated[
+    EvidenceChoice,
+    typer.Option(
+        "--evidence",
+        help="Who signs the evidence. auto takes what this confidential VM has, else refuses. "
+        "simulated proves nothing: for development only.",
+    ),
+]
 IntegrityOption = Annotated[
     bool, typer.Option(help="Check that each of the worker's results is the product it was asked for.")
 ]
@@ -92,6 +110,10 @@ ModelIdentityOption = Annotated[
 MeasurementOption = Annotated[
     list[str] | None,
     typer.Option("--measurement", help="Accepted launch measurement (96 hex digits); may be repeated."),
+]
+PolicyOption = Annotated[
+    Path | None,
+    typer.Option("--policy", help="What to accept, as .toml or .json (docs/attestation.md).", dir_okay=False),
 ]
 AllowPlainOption = Annotated[
     bool, typer.Option("--allow-plain", help="Accept a service that does not protect its operands at all.")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gelo_cli.console import err, progress_bars, reported_errors, set_up_logging
+from gelo_cli.console import CliError, err, progress_bars, reported_errors, set_up_logging
 from gelo_cli.options import (
     DecodeMaskChoice,
     DecodeMaskOption,
+    EvidenceChoice,
+    EvidenceOption,
     FreshMaskOption,
     IntegrityOption,
     KvChoice,
@@ -24,6 +26,9 @@ from gelo_cli.options import (
     TransportOption,
 )
 from gelo_cli.processes import report_ready
+
+if TYPE_CHECKING:
+    from attestation.providers.select import EvidenceKind
 
 
 def serve(
@@ -45,15 +50,14 @@ def serve(
     ] = 60.0,
     decode_mask: DecodeMaskOption = DecodeMaskChoice.SEQUENCE,
     mask_per_offload: FreshMaskOption = False,
+    evidence: EvidenceOption = EvidenceChoice.AUTO,
     log_level: LogOption = "info",
     ready_fd: ReadyOption = None,
 ) -> None:
-    """Run the trusted runner: the HTTPS front-end, the model, and everything secret.
-
-    Evidence is SIMULATED: this build serves simulated SNP reports, which prove nothing.
-    """
+    """Run the trusted runner: the HTTPS front-end, the model, and everything secret."""
     set_up_logging(log_level)
     with reported_errors():
+        from attestation.providers.select import EvidenceKind, open_provider
         from tee_runner.api.serve import Listening, ServeOptions
         from tee_runner.api.serve import serve as serve_runner
         from tee_runner.engine.runtime import RuntimeOptions
@@ -63,10 +67,14 @@ def serve(
         from tee_runner.protection.integrity import DEFAULT_PROBES
 
         forbid_memory_dumps()
+        kind = _evidence_kind(evidence)
+        provider = open_provider(kind)
+        provider.evidence(bytes(64))  # so that a platform that signs nothing shows before the model is loaded
 
         def ready(listening: Listening) -> None:
             shown = f"https://{host}:{listening.port}"
-            err.print(f"[green]ready[/] {shown}  evidence: [bold yellow]SIMULATED[/]", highlight=False)
+            name = "[bold yellow]SIMULATED[/]" if kind is EvidenceKind.SIMULATED else kind.value
+            err.print(f"[green]ready[/] {shown}  evidence: {name}", highlight=False)
             report_ready(ready_fd, {"port": listening.port, "metrics_port": listening.metrics_port})
 
         with progress_bars() as progress:
@@ -87,4 +95,22 @@ def serve(
         )
         listen = ServeOptions(host=host, port=port, metrics_port=metrics_port)
         with progress_bars() as progress:
-            serve_runner(loaded, options, listen, progress=progress, on_ready=ready)
+            serve_runner(loaded, options, listen, provider=provider, progress=progress, on_ready=ready)
+
+
+def _evidence_kind(choice: EvidenceChoice) -> EvidenceKind:
+    """The provider to use.
+
+    Raises:
+        CliError: auto on a machine without one.
+    """
+    from attestation.errors import EvidenceUnavailableError
+    from attestation.providers.select import EvidenceKind, resolve_kind
+
+    try:
+        return resolve_kind(EvidenceKind(choice.value))
+    except EvidenceUnavailableError as error:
+        raise CliError(
+            error.message,
+            remedy="Run in an SEV-SNP VM; for development only, --evidence simulated, which proves nothing.",
+        ) from None

@@ -11,6 +11,7 @@ from gelo_cli.console import CliError, err, reported_errors
 from gelo_cli.options import (
     EngineChoice,
     EngineOption,
+    EvidenceChoice,
     LogOption,
     ModelOption,
     ProtectionChoice,
@@ -55,11 +56,11 @@ def up(
 def serve_arguments(
     worker: Child, *, model: str, protection: str, port: int, metrics_port: int, log_level: str
 ) -> list[str]:
-    """`gelo serve` against a worker this command started."""
+    """`gelo serve` with simulated evidence, against a worker this command started."""
     return [
         "serve", "--worker", f"127.0.0.1:{worker.ready['port']}", "--model", model,
         "--protection", protection, "--port", str(port), "--metrics-port", str(metrics_port),
-        "--log-level", log_level,
+        "--evidence", EvidenceChoice.SIMULATED.value, "--log-level", log_level,
     ]  # fmt: skip
 
 

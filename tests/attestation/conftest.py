@@ -253,8 +253,9 @@ def read_certificates(name: str) -> list[bytes]:
 
 @pytest.fixture(scope="session")
 def vector() -> Callable[[str], Evidence]:
-    """Real evidence by name: genoa, turin, milan-debug or milan-vlek."""
+    """Real evidence by name: genoa, genoa-v3, turin, milan-debug or milan-vlek."""
     files = {
+        "genoa-v3": ("genoa_ms_report.bin", "genoa_ms_vcek.pem", "genoa_ms_ask.pem", "genoa_ms_ark.pem"),
         "genoa": ("genoa_cdai_report_v5.bin", "genoa_cdai_vcek.der", "genoa_ms_ask.pem", "genoa_ms_ark.pem"),
         "turin": ("turin_ms_report.bin", "turin_ms_vcek.pem", "turin_ms_ask.pem", "turin_ms_ark.pem"),
         "milan-debug": (

@@ -457,7 +457,7 @@ def test_rotation_does_not_disturb_open_connections(
     serve: Serve, psp: SimulatedPsp, statement: MakeStatement, policy: UnsafeAllowSimulated
 ) -> None:
     now = [datetime.now(UTC)]
-    identity = ServerIdentity(psp, statement(), clock=lambda: now[0])
+    identity = ServerIdentity(psp, statement(), clock=lambda: now[0], background=lambda work: work())
     transport = RaTlsTransport(policy)
     with serve(identity) as running, httpx.Client(transport=transport, base_url=running.url) as client:
         client.get("/")

@@ -12,20 +12,25 @@ import pytest
 from attestation.certificates import AMD_ROOTS, TrustRoots
 from attestation.errors import (
     ChannelBindingError,
+    Fault,
     InvalidPolicyError,
     PolicyRefusedError,
     SimulatedEvidenceRefusedError,
 )
 from attestation.evidence import Evidence
 from attestation.policy import (
+    MILAN_REASON,
     SIMULATED_MEASUREMENT,
     SIMULATED_WARNING,
     UNPINNED,
     Policy,
     UnsafeAllowSimulated,
+    standard_platform,
     validate,
+    validate_report,
 )
 from attestation.report import Product
+from attestation.rules import StrictRules
 from attestation.simulated import SimulatedPsp
 from attestation.statement import Statement
 from attestation.verify import GenuineReport, verify_evidence
@@ -33,6 +38,7 @@ from attestation.verify import GenuineReport, verify_evidence
 MODEL = bytes(range(32))
 DATA = bytes(range(64))
 SIMULATED = replace(AMD_ROOTS, unsafe_allow_simulated=True)
+WITHOUT_REVOCATION = replace(standard_platform(), revocation_required=False)
 MakeStatement = Callable[..., Statement]
 
 
@@ -86,9 +92,11 @@ def test_simulated_evidence_is_refused_by_a_plain_policy(psp: SimulatedPsp, stat
         ({"policy": 0x30000 | 1 << 63}, "policy.reserved"),
         ({"vmpl": 1}, "vmpl"),
         ({"vmpl": 0xFFFFFFFF}, "vmpl"),
-        ({"version": 2}, "version"),
         ({"version": 4}, "version"),
-        ({"key_info": 2}, "signing_key"),
+        ({"key_info": 2}, "mask_chip_key"),
+        ({"platform_info": 0x05}, "platform_info.alias_check_complete"),
+        ({"policy": 0x30000 | 1 << 21}, "policy.cxl_allow"),
+        ({"host_data": b"\x01" * 32}, "host_data"),
         ({"measurement": bytes(48)}, "measurement"),
     ],
 )
@@ -146,17 +154,23 @@ def test_all_mismatches_come_together(
     )
     wrong = statement(protection="plain", service="x", model_identity=bytes(32))
     assert refused_fields(genuine, wrong, policy) == [
-        "version",
         "policy.debug",
         "policy.migrate_ma",
         "policy.reserved",
         "vmpl",
-        "signing_key",
+        "mask_chip_key",
+        "version",
         "measurement",
         "model_identity",
         "service",
         "protection",
     ]
+
+
+def test_a_version_2_report_names_no_processor(
+    psp: SimulatedPsp, statement: MakeStatement, policy: UnsafeAllowSimulated
+) -> None:
+    assert refused_fields(genuine_report(psp, version=2), statement(), policy) == ["version", "cpuid"]
 
 
 def test_wrong_report_data_is_a_binding_failure_that_lists_the_rest(
@@ -180,8 +194,11 @@ def test_real_evidence_under_a_real_policy(
 ) -> None:
     at = datetime(2026, 10, 1, tzinfo=UTC)
     genuine = verify_evidence(vector("genoa"), roots=AMD_ROOTS, at=at)
-    policy = make_policy(measurements=frozenset({genuine.report.measurement}))
+    policy = make_policy(measurements=frozenset({genuine.report.measurement}), platform=WITHOUT_REVOCATION)
     data = genuine.report.report_data
+    required = replace(policy, platform=standard_platform())
+    with pytest.raises(PolicyRefusedError, match="revocation"):
+        validate(genuine, statement(), policy=required, expected_report_data=data)
     assert validate(genuine, statement(), policy=policy, expected_report_data=data) == ()
     wrapped = UnsafeAllowSimulated(policy)
     assert validate(genuine, statement(), policy=wrapped, expected_report_data=data) == ()
@@ -196,12 +213,12 @@ def test_real_evidence_under_a_real_policy(
 @pytest.mark.parametrize(
     ("name", "at", "fields"),
     [
-        ("milan-debug", datetime(2026, 10, 1, tzinfo=UTC), ["version", "policy.debug"]),
-        ("milan-vlek", datetime(2025, 6, 1, tzinfo=UTC), ["vmpl", "signing_key", "chip_id"]),
+        ("milan-debug", datetime(2026, 10, 1, tzinfo=UTC), {"policy.debug", "version", "cpuid"}),
+        ("milan-vlek", datetime(2025, 6, 1, tzinfo=UTC), {"vmpl", "signing_key", "chip_id", "committed_tcb"}),
     ],
 )
 def test_real_negatives_are_refused(
-    vector: Callable[[str], Evidence], statement: MakeStatement, name: str, at: datetime, fields: list[str]
+    vector: Callable[[str], Evidence], statement: MakeStatement, name: str, at: datetime, fields: set[str]
 ) -> None:
     genuine = verify_evidence(vector(name), roots=AMD_ROOTS, at=at)
     policy = make_policy(
@@ -209,7 +226,63 @@ def test_real_negatives_are_refused(
     )
     with pytest.raises(PolicyRefusedError) as caught:
         validate(genuine, statement(), policy=policy, expected_report_data=genuine.report.report_data)
-    assert [mismatch.field for mismatch in caught.value.mismatches] == fields
+    found = {mismatch.field for mismatch in caught.value.mismatches}
+    assert fields <= found
+    assert not found & {"product", "measurement", "host_data"}
+
+
+def test_milan_is_refused_with_the_reason_and_accepted_with_a_warning(
+    vector: Callable[[str], Evidence], statement: MakeStatement
+) -> None:
+    at = datetime(2026, 10, 1, tzinfo=UTC)
+    genuine = verify_evidence(vector("genoa"), roots=AMD_ROOTS, at=at)
+    milan = replace(genuine, product=Product.MILAN)
+    policy = make_policy(measurements=frozenset({genuine.report.measurement}), platform=WITHOUT_REVOCATION)
+    data = genuine.report.report_data
+    with pytest.raises(PolicyRefusedError, match="arXiv") as caught:
+        validate(milan, statement(), policy=policy, expected_report_data=data)
+    assert [mismatch.field for mismatch in caught.value.mismatches] == ["product"]
+    opted_in = replace(policy, products=frozenset({Product.MILAN}))
+    warnings = validate(milan, statement(), policy=opted_in, expected_report_data=data)
+    assert MILAN_REASON in warnings[0]
+
+
+def test_a_report_alone_can_be_judged(psp: SimulatedPsp, policy: UnsafeAllowSimulated) -> None:
+    genuine = genuine_report(psp)
+    for data in (DATA, UNPINNED):
+        warnings = validate_report(genuine, policy=policy, expected_report_data=data)
+        assert warnings == (SIMULATED_WARNING,)
+    with pytest.raises(PolicyRefusedError) as caught:
+        validate_report(genuine_report(psp, vmpl=2), policy=policy, expected_report_data=bytes(64))
+    assert [mismatch.field for mismatch in caught.value.mismatches] == ["report_data", "vmpl"]
+    with pytest.raises(SimulatedEvidenceRefusedError):
+        validate_report(genuine, policy=make_policy(), expected_report_data=DATA)
+
+
+def test_every_mismatch_says_whose_fault_it_is(
+    psp: SimulatedPsp, statement: MakeStatement, policy: UnsafeAllowSimulated
+) -> None:
+    genuine = genuine_report(psp, vmpl=1, version=4, platform_info=0)
+    with pytest.raises(ChannelBindingError) as caught:
+        validate(genuine, statement(service="x"), policy=policy, expected_report_data=bytes(64))
+    faults = {mismatch.field: mismatch.fault for mismatch in caught.value.mismatches}
+    assert faults == {
+        "report_data": Fault.CHANNEL,
+        "vmpl": Fault.OPERATOR,
+        "platform_info.alias_check_complete": Fault.HOST,
+        "version": Fault.HOST,
+        "service": Fault.OPERATOR,
+    }
+    for mismatch in caught.value.mismatches:
+        assert str(mismatch.fault) in str(mismatch)
+        assert set(mismatch.as_dict()) == {"field", "expected", "got", "fault", "remedy"}
+
+
+def test_extra_rules_are_held_too(
+    psp: SimulatedPsp, statement: MakeStatement, policy: UnsafeAllowSimulated
+) -> None:
+    strict = UnsafeAllowSimulated(replace(policy.policy, extra=(StrictRules(),)))
+    assert "policy.smt" in refused_fields(genuine_report(psp), statement(), strict)
 
 
 @pytest.mark.parametrize(
@@ -228,6 +301,10 @@ def test_real_negatives_are_refused(
         {"service": ""},
         {"service": None},
         {"roots": TrustRoots(AMD_ROOTS.pins, unsafe_allow_simulated=True)},
+        {"platform": None},
+        {"launch": {}},
+        {"extra": (None,)},
+        {"extra": [StrictRules()]},
     ],
 )
 def test_an_expectation_cannot_be_left_out(changes: dict[str, Any]) -> None:

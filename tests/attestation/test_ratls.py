@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -16,6 +23,7 @@ from attestation.errors import (
     ChannelBindingError,
     EvidenceUnavailableError,
     InvalidPolicyError,
+    KeyRotatedError,
     MalformedEvidenceError,
     NotGenuineError,
 )
@@ -51,6 +59,23 @@ class Failing:
         if self.broken:
             raise EvidenceUnavailableError("switched off")
         return self.inner.evidence(report_data)
+
+
+class Counting:
+    """Counts what it is asked for."""
+
+    def __init__(self, inner: SimulatedPsp) -> None:
+        self.inner, self.count = inner, 0
+
+    def evidence(self, report_data: bytes) -> Evidence:
+        self.count += 1
+        time.sleep(0.05)  # as a real one: long enough for others to come
+        return self.inner.evidence(report_data)
+
+
+def at_once(work: Callable[[], None]) -> None:
+    """Rotate in the caller's thread, so that a test sees the result."""
+    work()
 
 
 def leaf(identity: ServerIdentity) -> bytes:
@@ -123,7 +148,7 @@ def test_rotation_before_expiry_keeps_the_previous_key_usable(
     psp: SimulatedPsp, statement: MakeStatement
 ) -> None:
     clock = Clock()
-    identity = ServerIdentity(psp, statement(), clock=clock)
+    identity = ServerIdentity(psp, statement(), clock=clock, background=at_once)
     first = identity.credential()
     clock.now += timedelta(hours=11)
     assert identity.credential() is first
@@ -135,7 +160,7 @@ def test_rotation_before_expiry_keeps_the_previous_key_usable(
     assert fresh_evidence(identity, NONCE, EXPORTER, spki=second.spki)
     clock.now += timedelta(hours=13)
     identity.credential()
-    with pytest.raises(EvidenceUnavailableError, match="rotated out"):
+    with pytest.raises(KeyRotatedError, match="rotated out"):
         fresh_evidence(identity, NONCE, EXPORTER, spki=first.spki)
 
 
@@ -143,7 +168,7 @@ def test_a_failed_rotation_keeps_a_valid_key_and_is_retried(
     psp: SimulatedPsp, statement: MakeStatement
 ) -> None:
     clock, provider = Clock(), Failing(psp)
-    identity = ServerIdentity(provider, statement(), clock=clock)
+    identity = ServerIdentity(provider, statement(), clock=clock, background=at_once)
     first = identity.credential()
     provider.broken = True
     clock.now += timedelta(hours=13)
@@ -157,6 +182,93 @@ def test_a_failed_rotation_keeps_a_valid_key_and_is_retried(
     clock.now += timedelta(hours=25)
     with pytest.raises(EvidenceUnavailableError):
         identity.credential()
+
+
+def test_connections_do_not_wait_for_a_rotation(psp: SimulatedPsp, statement: MakeStatement) -> None:
+    clock, waiting, release = Clock(), threading.Event(), threading.Event()
+
+    class Slow(Failing):
+        def evidence(self, report_data: bytes) -> Evidence:
+            if self.broken:
+                waiting.set()
+                assert release.wait(60)
+            return self.inner.evidence(report_data)
+
+    provider = Slow(psp)
+    identity = ServerIdentity(provider, statement(), clock=clock)
+    first = identity.credential()
+    provider.broken = True
+    clock.now += timedelta(hours=13)
+    assert identity.credential() is first
+    assert waiting.wait(60)
+    assert identity.credential() is first  # the security processor is busy, this connection is not held up
+    release.set()
+    deadline = time.monotonic() + 60
+    while identity.credential() is first:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_an_expired_key_is_never_served_and_made_anew_once(
+    psp: SimulatedPsp, statement: MakeStatement
+) -> None:
+    clock, provider, together = Clock(), Counting(psp), threading.Barrier(8)
+    identity = ServerIdentity(provider, statement(), clock=clock)
+    clock.now += timedelta(hours=48)
+
+    def connect(_: int) -> bytes:
+        together.wait(60)
+        return identity.credential().spki
+
+    with ThreadPoolExecutor(8) as pool:
+        made = set(pool.map(connect, range(8)))
+    assert len(made) == 1
+    assert provider.count == 2
+
+
+def test_the_key_is_never_written_anywhere(psp: SimulatedPsp, statement: MakeStatement) -> None:
+    written: list[str] = []
+    watching = True
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if watching and event == "open":
+            _, mode, flags = arguments
+            if flags & (os.O_WRONLY | os.O_RDWR) or (mode and set(mode) & set("wax+")):
+                written.append(str(arguments[0]))
+
+    sys.addaudithook(hook)
+    try:
+        clock = Clock()
+        identity = ServerIdentity(psp, statement(), clock=clock, background=at_once)
+        clock.now += timedelta(hours=13)
+        assert fresh_evidence(identity, NONCE, EXPORTER, spki=identity.credential().spki)
+        seen = list(written)
+        open(os.devnull, "w").close()  # the control: the hook does see writes
+    finally:
+        watching = False
+    assert seen == []
+    assert written == [os.devnull]
+
+
+def test_the_revocation_list_that_was_sent_is_judged(
+    psp: SimulatedPsp, statement: MakeStatement, policy: UnsafeAllowSimulated
+) -> None:
+    class WithList:
+        crl: bytes | None = None
+
+        def evidence(self, report_data: bytes) -> Evidence:
+            evidence = psp.evidence(report_data)
+            return evidence if self.crl is None else replace(evidence, crl=self.crl)
+
+    provider = WithList()
+    identity = ServerIdentity(provider, statement())
+    verified = PeerVerifier(policy).certificate(leaf(identity))
+    provider.crl = b"not a list"
+    with pytest.raises(AttestationError):
+        PeerVerifier(policy).certificate(leaf(ServerIdentity(provider, statement())))
+    body = fresh_evidence(identity, NONCE, EXPORTER)
+    with pytest.raises(AttestationError):
+        PeerVerifier(policy).fresh(verified, body, nonce=NONCE, exporter=EXPORTER, tls_version="TLSv1.3")
 
 
 def test_an_expired_certificate_is_refused(

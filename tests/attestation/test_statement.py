@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from attestation.errors import (
 )
 from attestation.evidence import (
     EVIDENCE_MEDIA_TYPE,
+    MAX_CRL_ON_WIRE,
     Evidence,
     decode_fresh,
     decode_record,
@@ -124,6 +126,22 @@ def test_records_round_trip(psp: SimulatedPsp, statement: MakeStatement) -> None
     encoded = statement().encode()
     assert decode_record(encode_record(evidence, encoded)) == (evidence, encoded)
     assert decode_fresh(encode_fresh(evidence)) == evidence
+
+
+def test_a_revocation_list_travels_with_the_evidence(psp: SimulatedPsp, statement: MakeStatement) -> None:
+    plain = replace(psp.evidence(bytes(64)), crl=None)
+    assert b"crl" not in encode_fresh(plain)
+    evidence = replace(plain, crl=b"list")
+    encoded = statement().encode()
+    assert decode_record(encode_record(evidence, encoded)) == (evidence, encoded)
+    assert decode_fresh(encode_fresh(evidence)) == evidence
+    with pytest.raises(MalformedEvidenceError, match="crl"):
+        decode_fresh(encode_fresh(replace(plain, crl=bytes(MAX_CRL_ON_WIRE + 1))))
+    values = codec.decode(encode_fresh(evidence), limit=65536, what="test")
+    assert isinstance(values, dict)
+    for wrong in ({**values, "crl": "text"}, {**values, "extra": b""}):
+        with pytest.raises(MalformedEvidenceError):
+            decode_fresh(codec.encode(wrong))
 
 
 def test_oversized_and_mistyped_parts_are_refused(psp: SimulatedPsp) -> None:

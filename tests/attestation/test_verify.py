@@ -25,7 +25,7 @@ from attestation.errors import (
 from attestation.evidence import Evidence
 from attestation.report import Product, Tcb
 from attestation.simulated import SimulatedPsp
-from attestation.verify import GenuineReport, verify_evidence
+from attestation.verify import GenuineReport, failed_checks, verify_evidence
 
 AT = datetime(2026, 10, 1, tzinfo=UTC)
 SIMULATED = replace(AMD_ROOTS, unsafe_allow_simulated=True)
@@ -114,10 +114,66 @@ def test_a_root_must_be_pinned(vector: Vector) -> None:
         verify(vector("genoa"), TrustRoots(pins))
 
 
+def test_a_vcek_must_come_from_the_ask_and_not_from_the_asvk(vector: Vector) -> None:
+    asvk = vector("milan-vlek").ask
+    with pytest.raises(NotGenuineError, match="not the one for this product and kind"):
+        verify(replace(vector("milan-debug"), ask=asvk))
+
+
+def test_an_auditor_gets_every_reason_at_once(vector: Vector) -> None:
+    altered = edited(vector("genoa"), 0x187)
+    at = datetime(2040, 1, 1, tzinfo=UTC)
+    messages = [error.message for error in failed_checks(altered, roots=TrustRoots({}), at=at)]
+    assert len(messages) == 4
+    for message, reason in zip(
+        messages, ("trusted ARK", "is valid", "REPORTED_TCB", "signature"), strict=True
+    ):
+        assert reason in message
+    assert failed_checks(vector("genoa"), roots=AMD_ROOTS, at=AT) == []
+    with pytest.raises(MalformedEvidenceError):
+        failed_checks(replace(altered, report=b""), roots=AMD_ROOTS, at=AT)
+
+
+def test_all_patch_levels_are_decoded(vector: Vector) -> None:
+    genuine = verify(vector("milan-vlek"), at=datetime(2025, 6, 1, tzinfo=UTC))
+    assert {name: tcb.microcode for name, tcb in genuine.tcbs.items()} == {
+        "reported": 217,
+        "committed": 219,
+        "launch": 219,
+        "current": 220,
+    }
+    assert genuine.csp_id
+    assert genuine.revocation is None
+
+
 @pytest.mark.parametrize("at", [datetime(2020, 1, 1, tzinfo=UTC), datetime(2040, 1, 1, tzinfo=UTC)])
 def test_validity_is_checked_at_the_given_time(vector: Vector, at: datetime) -> None:
     with pytest.raises(NotGenuineError, match="is valid"):
         verify(vector("genoa"), at=at)
+
+
+@pytest.mark.parametrize("expired", ["ARK", "ASK"])
+def test_validity_of_each_issuer_is_checked(psp: SimulatedPsp, expired: str) -> None:
+    evidence = psp.evidence(bytes(64))
+    authority = psp._authority
+    now = datetime.now(UTC)
+
+    def issue(name: str, subject: x509.Name) -> bytes:
+        builder = (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(authority.ark.subject)
+            .public_key(authority.ask_key.public_key())
+            .serial_number(1)
+            .not_valid_before(now - timedelta(days=9))
+            .not_valid_after(now + timedelta(days=-1 if name == expired else 1))
+            .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        )
+        return builder.sign(authority.ask_key, SHA384(), rsa_padding=PSS).public_bytes(Encoding.DER)
+
+    chain = {"ark": issue("ARK", authority.ark.subject), "ask": issue("ASK", authority.ask.subject)}
+    with pytest.raises(NotGenuineError, match=f"The {expired} certificate is valid"):
+        verify(replace(evidence, **chain), SIMULATED, now)
 
 
 def test_zero_serials_load_without_a_warning(vector: Vector, recwarn: pytest.WarningsRecorder) -> None:

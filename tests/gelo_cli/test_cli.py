@@ -51,7 +51,7 @@ def url(smollm2_dir: Path) -> Iterator[str]:
 @pytest.mark.parametrize(
     "command",
     [
-        "", "worker", "serve", "up", "generate", "verify", "score", "demo", "models", "models pull",
+        "", "worker", "serve", "up", "generate", "verify", "proxy", "score", "demo", "models", "models pull",
         "models import", "models list",
     ],
 )  # fmt: skip
@@ -98,28 +98,31 @@ def test_simulated_evidence_is_refused_unless_asked_for(url: str) -> None:
 def test_verify_reports_what_was_checked(url: str, smollm2_dir: Path) -> None:
     result = gelo("verify", url, "--allow-simulated", "--json")
     assert result.returncode == 0, result.stderr
-    verdict = json.loads(result.stdout)
+    document = json.loads(result.stdout)
+    assert document["acceptable"] is True
+    verdict = document["verdict"]
     assert verdict["simulated"] is True
     assert verdict["protection"] == "gelo-hd3"
     assert verdict["fresh_evidence"] is True
     identity = verdict["model_identity"]
     assert gelo("verify", url, "--allow-simulated", "--model-identity", identity).returncode == 0
     wrong = gelo("verify", url, "--allow-simulated", "--model-identity", "00" * 32)
-    assert wrong.returncode == 1
+    assert wrong.returncode == 3
     assert "model" in wrong.stderr
 
 
 def test_an_unreachable_service_is_named() -> None:
     result = gelo("verify", "https://127.0.0.1:9", "--allow-simulated")
-    assert result.returncode == 1
+    assert result.returncode == 7
     assert "cannot be reached" in result.stderr
     assert "Traceback" not in result.stderr
 
 
 def test_serve_without_a_worker_says_so(smollm2_dir: Path) -> None:
     result = gelo(
-        "serve", "--worker", "127.0.0.1:9", "--model", str(smollm2_dir), "--port", "0", "--metrics-port", "0"
-    )
+        "serve", "--worker", "127.0.0.1:9", "--model", str(smollm2_dir), "--port", "0", "--metrics-port", "0",
+        "--evidence", "simulated",
+    )  # fmt: skip
     assert result.returncode == 1
     assert "worker cannot be reached" in result.stderr
     assert "Traceback" not in result.stderr

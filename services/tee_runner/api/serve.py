@@ -13,7 +13,6 @@ import uvicorn
 from attestation.evidence import EvidenceProvider
 from attestation.ratls import ServerIdentity
 from attestation.server import ratls_protocol
-from attestation.simulated import SimulatedPsp
 from attestation.statement import Statement
 from tee_runner.api.app import create_app
 from tee_runner.api.errors import without_values
@@ -66,11 +65,11 @@ def serve(
     runtime_options: RuntimeOptions,
     options: ServeOptions,
     *,
-    provider: EvidenceProvider | None = None,
+    provider: EvidenceProvider,
     progress: Progress | None = None,
     on_ready: Callable[[Listening], None] = lambda _: None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM. ``provider`` defaults to the simulated PSP.
+    """Serve until SIGINT or SIGTERM. ``provider`` has the evidence signed.
 
     Raises:
         WorkerError: the worker cannot be reached at the start.
@@ -84,7 +83,7 @@ def serve(
         warm_up(runtime, progress)
         if runtime.scheme.warning:
             log.warning("%s", runtime.scheme.warning)
-        identity = ServerIdentity(provider or SimulatedPsp(), statement_for(runtime))
+        identity = ServerIdentity(provider, statement_for(runtime))
         listener = _listen(options.host, options.port)
         metrics = options.metrics_port
         if metrics is not None:

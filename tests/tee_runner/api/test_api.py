@@ -13,6 +13,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from attestation.errors import BadNonceError
 from attestation.ratls import ServerIdentity
 from attestation.simulated import SimulatedPsp
 from attestation.statement import Statement
@@ -124,6 +125,16 @@ def call(app: FastAPI, method: str, path: str, **arguments: Any) -> httpx.Respon
             return await client.request(method, path, **arguments)
 
     return asyncio.run(go())
+
+
+def over_ratls(app: FastAPI) -> FastAPI:
+    """The application as seen over a connection of some RA-TLS key."""
+
+    async def connected(scope: Any, receive: Any, send: Any) -> None:
+        extensions = {"ratls.exporter": bytes(32), "ratls.spki": bytes(91)}
+        await app(scope | {"extensions": extensions}, receive, send)
+
+    return connected  # type: ignore[return-value]
 
 
 def post(app: FastAPI, body: Any) -> httpx.Response:
@@ -305,9 +316,9 @@ def test_health_follows_the_worker(app: FastAPI, scheduler: FakeScheduler) -> No
 
 @pytest.mark.parametrize("query", ["", "?nonce=", "?nonce=zz", "?nonce=" + "0" * 63, "?nonce=" + "0" * 66])
 def test_attestation_needs_a_nonce(app: FastAPI, query: str) -> None:
-    response = call(app, "GET", "/attestation" + query)
+    response = call(over_ratls(app), "GET", "/attestation" + query)
     assert response.status_code == 400
-    assert response.json()["error"]["code"] == "invalid_request"
+    assert response.json()["error"]["code"] == BadNonceError.code
 
 
 def test_attestation_refuses_a_connection_that_is_not_ratls(app: FastAPI) -> None:
