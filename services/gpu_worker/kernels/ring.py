@@ -1,0 +1,210 @@
+"""WGSL source of the kernels for products modulo 2^32; see :mod:`gpu_worker.kernels.gemm` for the method.
+
+All compute ``C[m, n] = sum_k A[m, k] * B[k, n]`` from uint32 and int8 factors in wrapping 32-bit arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from string import Template
+
+RING_ROWS = (1, 2, 4, 8, 16)
+RING_LANES = 32
+RING_SLICES = 8
+RING_TILE_N = 128
+RING_TILE_K = 16
+RING_REDUCE_THREADS = 128
+
+# Rows whose partial sums the slices exchange at a time.
+_EXCHANGED_ROWS = 4
+_OPERAND_ITEMS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingSkinnyKernel:
+    """Few rows, 128 columns a workgroup.
+
+    Args:
+        rows: operand rows at most, one of ``RING_ROWS``.
+        unroll: vectors of 16 weights that a thread has in flight, 1 to 8.
+    """
+
+    rows: int
+    unroll: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of one workgroup."""
+        return RING_LANES * RING_SLICES
+
+    @property
+    def group_columns(self) -> int:
+        """Columns of one workgroup."""
+        return RING_LANES * 4
+
+    @property
+    def chunk(self) -> int:
+        """How much of k goes through workgroup memory at once; k need not be a multiple of it."""
+        return 4 * RING_SLICES * self.unroll
+
+    @property
+    def scratch(self) -> int:
+        """Workgroup memory in vec4<u32>: two operand chunks, later the sums of some rows of every slice."""
+        exchanged = min(self.rows, _EXCHANGED_ROWS) * RING_SLICES * RING_LANES
+        return max(2 * self.rows * self.chunk // 4, exchanged)
+
+    @property
+    def workgroup_bytes(self) -> int:
+        """Workgroup memory in bytes."""
+        return 16 * self.scratch
+
+    def source(self) -> str:
+        """The complete WGSL.
+
+        Raises:
+            ValueError: a parameter that the template does not support.
+        """
+        if self.rows not in RING_ROWS or not 1 <= self.unroll <= 8:
+            raise ValueError("rows must be 1, 2, 4, 8 or 16 and unroll 1 to 8")
+        staged = range(-(-self.rows * self.chunk // 4 // self.threads))
+        exchanged = min(self.rows, _EXCHANGED_ROWS)
+        return _complete(
+            "ring_skinny.wgsl",
+            rows=self.rows,
+            slices=RING_SLICES,
+            lanes=RING_LANES,
+            unroll=self.unroll,
+            exchanged=exchanged,
+            scratch=self.scratch,
+            threads=self.threads,
+            declare_sums=_lines(f"var c{r} = vec4<u32>(0u);" for r in range(self.rows)),
+            declare_operand=_lines(f"var next_y{i} = vec4<u32>(0u);" for i in staged),
+            declare_weights=_lines(f"var next_w{u} = vec4<u32>(0u);" for u in range(self.unroll)),
+            fetch_operand=_lines(
+                f"next_y{i} = operand_item(thread + {i}u * THREADS, following);" for i in staged
+            ),
+            fetch_weights=_lines(
+                f"next_w{u} = weight[min(first_quad + {u}u, last_quad) * vectors + vector];"
+                for u in range(self.unroll)
+            ),
+            stage_operand=_lines(f"stage_operand(next_y{i}, thread + {i}u * THREADS, at);" for i in staged),
+            take_weights=_lines(f"let w{u} = next_w{u};" for u in range(self.unroll)),
+            multiply=_lines(_skinny_step(u, self.rows) for u in range(self.unroll)),
+            write_sums=_lines(_skinny_write(first, exchanged) for first in range(0, self.rows, exchanged)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingTiledKernel:
+    """Any number of rows, in tiles of ``tile_m`` rows (64 or 128) by 128 columns."""
+
+    tile_m: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of one workgroup, 8 x 8 outputs each."""
+        return (self.tile_m // 8) * (RING_TILE_N // 8)
+
+    @property
+    def workgroup_bytes(self) -> int:
+        """Workgroup memory in bytes."""
+        return 16 * (self._scratch_a + self._scratch_b)
+
+    @property
+    def _scratch_a(self) -> int:
+        return RING_TILE_K * (self.tile_m // 4 + 1)
+
+    @property
+    def _scratch_b(self) -> int:
+        return RING_TILE_K * RING_TILE_N // 16
+
+    def source(self) -> str:
+        """The complete WGSL.
+
+        Raises:
+            ValueError: a tile that the template does not support.
+        """
+        if self.tile_m not in (64, 128):
+            raise ValueError("tile_m must be 64 or 128")
+        stride = self.threads // RING_TILE_K
+        items = [(i, f"quad + {i * stride}u") for i in range(_OPERAND_ITEMS)]
+        return _complete(
+            "ring_tiled.wgsl",
+            tile_m=self.tile_m,
+            threads=self.threads,
+            scratch_a=self._scratch_a,
+            scratch_b=self._scratch_b,
+            declare_sums=_lines(f"var c{r}_{v} = vec4<u32>(0u);" for r in range(8) for v in range(2)),
+            declare_operand=_lines(f"var next_y{i} = vec4<u32>(0u);" for i, _ in items),
+            fetch_operand=_lines(
+                f"next_y{i} = operand_rows(m0 + 4u * ({item}), k0 + k);" for i, item in items
+            ),
+            stage_operand=_lines(f"tile_a[k * PITCH_A + {item}] = next_y{i};" for i, item in items),
+            multiply=_lines(_tiled_step(j, component, self.tile_m) for j, component in enumerate("xyzw")),
+            write_sums=_lines(_tiled_write(row, self.tile_m) for row in range(8)),
+        )
+
+
+RingKernel = RingSkinnyKernel | RingTiledKernel
+
+
+def ring_reduce_source() -> str:
+    """WGSL that adds the splits of either kernel."""
+    return _complete("ring_reduce.wgsl", threads=RING_REDUCE_THREADS)
+
+
+def _lines(parts: Iterable[str]) -> str:
+    return "\n".join(parts)
+
+
+def _skinny_step(u: int, rows: int) -> str:
+    widened = [f"let b{j} = widen(w{u}.{component});" for j, component in enumerate("xyzw")]
+    products = [
+        _lines([
+            f"let y{r} = scratch[at + {r}u * CHUNK_QUADS + {u}u];",
+            *(f"c{r} += y{r}.{component} * b{j};" for j, component in enumerate("xyzw")),
+        ])
+        for r in range(rows)
+    ]  # fmt: skip
+    return _lines(["{", *widened, *products, "}"])
+
+
+def _skinny_write(first: int, exchanged: int) -> str:
+    stores = [f"scratch[({r}u * SLICES + slice) * LANES + lane] = c{first + r};" for r in range(exchanged)]
+    write = f"write_rows({first}u, group.y, group.x * LANES, thread);"
+    return _lines(["workgroupBarrier();", *stores, "workgroupBarrier();", write])
+
+
+def _tiled_step(j: int, component: str, tile_m: int) -> str:
+    products = [
+        f"c{half * 4 + i}_{v} += a{half}.{row} * b{v};"
+        for half in range(2)
+        for i, row in enumerate("xyzw")
+        for v in range(2)
+    ]
+    return _lines([
+        "{",
+        f"let a0 = tile_a[(quad_k * 4u + {j}u) * PITCH_A + ty];",
+        f"let a1 = tile_a[(quad_k * 4u + {j}u) * PITCH_A + ty + {tile_m // 8}u];",
+        f"let b0 = widen(w0.{component});",
+        f"let b1 = widen(w1.{component});",
+        *products,
+        "}",
+    ])  # fmt: skip
+
+
+def _tiled_write(row: int, tile_m: int) -> str:
+    half, i = divmod(row, 4)
+    return f"write_row(m0 + {half * tile_m // 2 + i}u + ty * 4u, group.z, vector, c{row}_0, c{row}_1);"
+
+
+def _complete(name: str, **values: object) -> str:
+    return Template(_read(name)).substitute(values, params=_read("params.wgsl"))
+
+
+@cache
+def _read(name: str) -> str:
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")
