@@ -75,7 +75,7 @@ def middle(action: Callable[[], object], repeats: int) -> float:
 def measure(family: type[GeloProtection], s: int, d: int, repeats: int) -> dict[str, Any]:
     """One row of the table."""
     key = SecretKey()
-    protection = family(NoWorker(), key)
+    protection = family(NoWorker(), key=key)
     n = s - SHIELD_ROWS
     masks = [protection.new_mask(min(n, 8))]  # imports and tables are not part of a draw
     started = time.perf_counter()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -17,14 +16,6 @@ from gpu_worker.engines.base import Engine, EngineError, EngineInfo, LoadedWeigh
 from gpu_worker.server import RunningWorker, WorkerSettings, start
 
 HANG_GUARD_S = 30.0
-
-
-@pytest.fixture(autouse=True)
-def _cores() -> Iterator[None]:
-    """The CPU engine pins the thread that calls it; here that is the one of all tests."""
-    cores = os.sched_getaffinity(0)
-    yield
-    os.sched_setaffinity(0, cores)
 
 
 @dataclass

@@ -53,7 +53,7 @@ def random_half(n: int, rng: np.random.Generator) -> NDArray[np.bool_]:
 class AnchorIca(Attack):
     """FastICA beside known rows: by ridge residual, and by projection."""
 
-    name = "anchor_ica"
+    name = "anchor-ica"
     title = "Anchor ICA"
     source = (
         "Hyvärinen, Fast and robust fixed-point algorithms for ICA, IEEE TNN 10(3), 1999; known rows as in "

@@ -14,7 +14,7 @@ from evals.attacks.separation_tally import Tally
 LAGS = tuple(range(1, 11))
 # Shortest texts first; each is a problem of some hundred sources.
 _TEXTS = 1
-_MOST_PASSES = 8
+_MOST_PASSES = 4
 _ICA_ITERATIONS = 40
 _SWEEPS = 15
 

@@ -58,8 +58,8 @@ class Beam:
 
 
 BEAMS = (
-    Beam(op="qkv", depth=0.0, widths=(64, 512, 2048, 8192, 24576, 0), prompts=4),
-    Beam(op="gate_up", depth=0.8, widths=(32, 256, 1024), prompts=2),
+    Beam(op="qkv", depth=0.0, widths=(64, 512, 2048, 8192, 24576, 0), prompts=2),
+    Beam(op="gate_up", depth=0.8, widths=(32, 256, 1024), prompts=1),
 )
 
 

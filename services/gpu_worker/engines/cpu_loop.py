@@ -101,13 +101,9 @@ class CpuLoop:
         depth = int(table[:, DEPTH].max(initial=1))
         self._tiles = aligned_zeros((MAX_ROWS + 4) * depth * 2)
         self._wide = np.empty(MAX_ROWS * depth, dtype=np.float32)
-        self._pinned = False
 
     def serve(self, wanted: int, spins: int) -> Left:
         """Answer until there is a reason not to; ``wanted`` is the address of a word that asks for it."""
-        if not self._pinned:
-            self._team.pin()
-            self._pinned = True
         bell = self._doorbell
         return Left(
             serve(

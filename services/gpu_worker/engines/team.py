@@ -4,9 +4,8 @@ A decode step hands the engine a new product every 100 µs or so. Waking a sleep
 costs about half of that, so helpers stay awake for a bounded while after each job and give
 their core away whenever another thread wants it; after that they sleep until called.
 
-A team as large as the machine pins its threads to one processor each. On the same host the
-runner spins, too, while it waits; a scheduler that puts two of the team on one processor because
-the other looks busy makes each job wait for the slower half.
+Threads are not pinned. On a quiet machine that would save some time, but a pinned thread that
+yields to another program's on its processor waits for a whole time slice of it, at every offload.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from gelo.atomics import (
     spin_while_equal,
     yield_cpu,
 )
-from gelo.processors import keep_to, processors
 from gpu_worker.engines.microkernel import (
     CALL,
     CHUNK,
@@ -121,23 +119,12 @@ class Team:
         self.job = np.zeros(JOB_WORDS, dtype=np.int64)
         self.job[SIZE] = threads
         self.base = int(self.job.ctypes.data)
-        available = processors()
-        # The leading thread, number 0, gets the last one: see :mod:`gelo.processors`.
-        self._processors = available[::-1] if 1 < threads == len(available) else []
         self._helpers = [
-            threading.Thread(target=self._join, args=(index,), daemon=True) for index in range(1, threads)
+            threading.Thread(target=_help, args=(self.job, self.base, _HELPER_SPINS), daemon=True)
+            for _ in range(1, threads)
         ]
         for helper in self._helpers:
             helper.start()
-
-    def _join(self, index: int) -> None:
-        self.pin(index)
-        _help(self.job, self.base, _HELPER_SPINS)
-
-    def pin(self, index: int = 0) -> None:
-        """Keep the calling thread, number ``index`` of the team, on its processor if it has one."""
-        if self._processors:
-            keep_to([self._processors[index]])
 
     @property
     def size(self) -> int:
