@@ -120,12 +120,13 @@ def _errors() -> Iterator[None]:
     """Typed errors of the harness, shown like all others."""
     with reported_errors():
         try:
+            import evals.attacks.drivers  # noqa: F401 - what they need is found missing here
             from evals.attacks.capture import CaptureError
             from evals.attacks.results import ResultsError
             from evals.attacks.store import StoreError
         except ModuleNotFoundError as error:
             raise CliError(
-                f"The attacks need the package {error.name}.",
+                f"The attacks need the package {str(error.name).partition('.')[0]}.",
                 remedy="Install the development packages: pip install 'gelo-llm[dev]'.",
             ) from error
         try:

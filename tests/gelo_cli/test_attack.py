@@ -134,3 +134,15 @@ def test_masks_warn_in_one_line_and_point_to_the_measurements() -> None:
         if name.startswith("gelo-"):
             assert "docs/attacks.md" in scheme.warning
             assert "\n" not in scheme.warning
+
+
+def test_missing_packages_are_named() -> None:
+    blocked = (
+        "import sys; sys.modules['scipy'] = None; from gelo_cli.main import app; app(['attack', 'list'])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", blocked], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+    )
+    assert result.returncode == 1
+    assert "need the package scipy" in result.stderr
+    assert "Traceback" not in result.stderr
