@@ -73,6 +73,8 @@ def read_recording(path: Path, start: int, names: dict[str, str], head: str) -> 
         while line := file.readline():
             about = json.loads(line)
             payload = file.read(about["size"])
+            if len(payload) < about["size"]:
+                break  # still being written
             if about["kind"] == "operand":
                 rows = np.frombuffer(payload, np.float16).reshape(about["rows"], -1)
                 recording.operands.append(Operand(names[about["weight"]], rows))
