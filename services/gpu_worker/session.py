@@ -113,8 +113,8 @@ class Sessions:
 
 
 def fits(session: Session, header: OffloadHeader) -> bool:
-    """Whether the header names one of the session's weights with its right shape."""
-    if header.weight_id >= len(session.weights):
+    """Whether the header is a request for one of the session's weights with its right shape."""
+    if header.status != Status.OK or header.weight_id >= len(session.weights):
         return False
     weight = session.weights[header.weight_id]
     return (weight.d_in, weight.d_out) == (header.d_in, header.d_out)

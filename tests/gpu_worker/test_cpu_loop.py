@@ -132,7 +132,7 @@ def test_a_hostile_header_is_refused_and_nothing_else_is_touched(
             raw[:8] = preamble.to_bytes(8, "little")
         peer.doorbell.ring(1, bytes(raw))
         shapes = [weight.values.shape[::-1] for weight in WEIGHTS]
-        known = weight < 3 and (d_in, d_out) == shapes[weight] and rows > 0
+        known = status == 0 and weight < 3 and (d_in, d_out) == shapes[weight] and rows > 0
         good = known and rows * d_in * 2 <= SIZES.operand and rows * d_out * 4 <= SIZES.result
         try:
             answer = OffloadHeader.unpack(peer.doorbell.wait(HANG_GUARD_S))
