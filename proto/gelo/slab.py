@@ -151,9 +151,8 @@ class Slab:
         """The whole operand area as float16 bits, and the whole result area."""
         operand = self.memory[CONTROL_BYTES : CONTROL_BYTES + self.sizes.operand // 2 * 2]
         start = self.sizes.result_start
-        return operand.view(np.uint16), self.memory[start : start + self.sizes.result // 4 * 4].view(
-            np.float32
-        )
+        result = self.memory[start : start + self.sizes.result // 4 * 4]
+        return operand.view(np.uint16), result.view(np.float32)
 
     def _area(
         self, start: int, capacity: int, rows: int, columns: int, dtype: np.dtype[np.generic]
@@ -225,10 +224,8 @@ class Doorbell:
         """The sequence number rung last."""
         return int(self.state[_RUNG])
 
-    def ring_offload(
-        self, sequence: int, weight_id: int, rows: int, d_in: int, d_out: int, *, compute_ns: int = 0
-    ) -> None:
-        """:meth:`ring` with a header of status OK made of these values.
+    def ring_offload(self, sequence: int, weight_id: int, rows: int, d_in: int, d_out: int) -> None:
+        """:meth:`ring` with the header of a request for this product.
 
         Raises:
             DoorbellClosedError: the other side is gone.
@@ -236,7 +233,7 @@ class Doorbell:
         self.state[_RUNG] = sequence
         if ring_header(
             self._slab.word(self._my_header), self._my_word, sequence, self._their_sleep, sequence,
-            weight_id, rows, d_in, d_out, compute_ns,
+            weight_id, rows, d_in, d_out, 0,
         ):  # fmt: skip
             self.wake()
 

@@ -23,8 +23,9 @@ class Profile:
 
     The buckets of a pass add up to its wall time. What the runner does while the worker computes
     is in ``shield`` and ``check``, so ``worker compute`` is only the rest of what the worker says
-    it took (untrusted, for people), and ``wire`` the rest of the wait. ``norms/rope/act`` is what
-    no other bucket took: the row-wise kernels and the interpreter.
+    it took (untrusted, for people), and ``wire`` the rest of the wait. Where one pass over a result
+    both checks and unmasks it, that is in ``check``. ``norms/rope/act`` is what no other bucket
+    took: the row-wise kernels and the interpreter.
     """
 
     __slots__ = ("nanoseconds",)

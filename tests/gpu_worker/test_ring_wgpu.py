@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpu_worker.engines.base import EngineError, LoadedWeight
-from gpu_worker.engines.ring_plan import plan_ring, plan_ring_slabs, ring_rows_per_chunk
+from gpu_worker.engines.ring_plan import plan_ring
 from gpu_worker.engines.ring_weights import INT16_MAX
-from gpu_worker.engines.ring_wgpu import RingDevice, RingWgpu
+from gpu_worker.engines.ring_wgpu import RingWgpu
 from gpu_worker.engines.wgpu_device import AdapterSummary, pick_adapter
-from gpu_worker.engines.wgpu_plan import PlanLimits
+from gpu_worker.engines.wgpu_plan import PlanLimits, plan_slabs, rows_per_chunk
+from gpu_worker.engines.wgpu_products import GpuDevice
 from gpu_worker.kernels.ring import RING_ROWS, RingSkinnyKernel, RingTiledKernel
 
 Words = NDArray[np.uint32]
@@ -51,10 +52,10 @@ Make = Callable[..., RingWgpu]
 @pytest.fixture
 def make(adapter: AdapterSummary) -> Iterator[Make]:
     """Makes engines with a device of their own."""
-    devices: list[RingDevice] = []
+    devices: list[GpuDevice] = []
 
     def create(*, chunk_bytes: int = 1 << 26, **options: int) -> RingWgpu:
-        devices.append(RingDevice.open(adapter, **options))  # type: ignore[arg-type]
+        devices.append(GpuDevice.open(adapter, **options))  # type: ignore[arg-type]
         return RingWgpu(devices[-1], chunk_bytes=chunk_bytes)
 
     yield create
@@ -150,8 +151,8 @@ def test_slabs_and_chunks(make: Make, workgroup_target: int | None) -> None:
     options = {"workgroup_target": workgroup_target} if workgroup_target else {}
     ring = make(max_binding_bytes=1 << 16, chunk_bytes=1 << 15, **options)
     w = int8(rng, 1301, 257)
-    slabs = plan_ring_slabs(272, 1301, ring._on.limits)
-    rows = ring_rows_per_chunk(272, 1408, 1 << 15, ring._on.limits)
+    slabs = plan_slabs(272, 1301, ring._on.limits, item_bytes=1)
+    rows = rows_per_chunk(272, 1408, 1 << 15, ring._on.limits, item_bytes=4)
     assert len(slabs) > 5
     assert 1 < rows < 16
     weight = ring.load(w)
@@ -220,7 +221,7 @@ def test_many_shapes_in_sequence_with_several_resident_weights(make: Make) -> No
 
 def test_two_engines_on_one_device(adapter: AdapterSummary) -> None:
     rng = np.random.default_rng(9)
-    device = RingDevice.open(adapter)
+    device = GpuDevice.open(adapter)
     first, second = RingWgpu(device), RingWgpu(device)
     w, v = int8(rng, 40, 30), int8(rng, 500, 70)
     a, b = first.load(w), second.load(v)
@@ -375,7 +376,7 @@ def test_slabs_cover_the_columns_once(k: int, n: int, binding: int) -> None:
     limits = PlanLimits(
         binding_bytes=binding, workgroup_bytes=16384, max_groups=65535, workgroup_target=8, f16=False
     )
-    slabs = plan_ring_slabs(k, n, limits)
+    slabs = plan_slabs(k, n, limits, item_bytes=1)
     assert slabs[0].start == 0
     assert slabs[-1].stop == n
     assert all(before.end == after.start == before.stop for before, after in pairwise(slabs))

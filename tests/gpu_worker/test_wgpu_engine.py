@@ -167,7 +167,7 @@ def test_strided_arrays(engine: WgpuEngine) -> None:
 def test_split_k_with_reduction(adapter: AdapterSummary) -> None:
     rng = np.random.default_rng(4)
     engine = WgpuEngine(adapter=adapter, workgroup_target=264)
-    limits = engine._limits
+    limits = engine._on.limits
     for m, k, n in [(9, 1536, 576), (16, 1471, 130), (3, 640, 128), (31, 1536, 200), (130, 1024, 300)]:
         assert plan_gemm(m, -(-k // 64) * 64, -(-n // 128) * 128, limits).splits > 1
         check(engine, normal(rng, m, k), normal(rng, n, k))
@@ -181,8 +181,8 @@ def test_slabs_and_chunks(adapter: AdapterSummary, workgroup_target: int | None)
         adapter=adapter, max_binding_bytes=1 << 17, chunk_bytes=1 << 16, workgroup_target=workgroup_target
     )
     w = normal(rng, 1301, 257)
-    slabs = plan_slabs(320, 1301, engine._limits)
-    rows = rows_per_chunk(320, 1408, 1 << 16, engine._limits)
+    slabs = plan_slabs(320, 1301, engine._on.limits)
+    rows = rows_per_chunk(320, 1408, 1 << 16, engine._on.limits)
     assert len(slabs) > 5
     assert 1 < rows < 16
     weight = engine.load(w)
@@ -235,7 +235,7 @@ def test_a_repeated_call_allocates_nothing_large(fresh: WgpuEngine, monkeypatch:
         raise AssertionError("created on the hot path")
 
     for name in ("create_buffer", "create_bind_group", "create_shader_module", "create_compute_pipeline"):
-        monkeypatch.setattr(fresh._device, name, refuse)
+        monkeypatch.setattr(fresh._on.device, name, refuse)
     tracemalloc.start()
     fresh.matmul(weight, a, out)
     fresh.matmul(weight, a[:9], out[:9])
@@ -322,7 +322,7 @@ def test_out_of_memory_is_reported_and_leaves_nothing(
     import wgpu
 
     engine = WgpuEngine(adapter=adapter, max_binding_bytes=1 << 16)
-    create = engine._device.create_buffer
+    create = engine._on.device.create_buffer
     created = []
 
     def second_fails(**options: object) -> object:
@@ -331,7 +331,7 @@ def test_out_of_memory_is_reported_and_leaves_nothing(
         created.append(create(**options))
         return created[0]
 
-    monkeypatch.setattr(engine._device, "create_buffer", second_fails)
+    monkeypatch.setattr(engine._on.device, "create_buffer", second_fails)
     with pytest.raises(EngineError, match="out of memory"):
         engine.load(np.ones((1000, 64), np.float16))
     monkeypatch.undo()
@@ -342,11 +342,11 @@ def test_out_of_memory_is_reported_and_leaves_nothing(
 
 def test_a_lost_device_is_an_engine_error(adapter: AdapterSummary) -> None:
     engine = WgpuEngine(adapter=adapter)
-    if engine._native is None:
+    if engine._on.native is None:
         pytest.skip("this wgpu-py hides the native calls")
     weight = engine.load(np.ones((4, 4), np.float16))
     multiply(engine, weight, np.ones((1, 4), np.float16))
-    engine._device.destroy()
+    engine._on.device.destroy()
     for _ in range(2):
         with pytest.raises(EngineError, match="lost"):
             multiply(engine, weight, np.ones((1, 4), np.float16))
@@ -419,7 +419,7 @@ def test_info_and_hardware_agree(engine: WgpuEngine, adapter: AdapterSummary) ->
     assert adapter.device_type in info.adapter
     assert info.backend == adapter.backend
     assert info.hardware_gpu == adapter.hardware_gpu == hardware_gpu_available()
-    assert ("shader-f16" in info.features) == engine._limits.f16
+    assert ("shader-f16" in info.features) == engine._on.limits.f16
     assert {"max-storage-buffer-binding-size", "max-buffer-size"} <= info.limits.keys()
     assert "WgpuEngine" in engine_module.__all__
 

@@ -177,10 +177,6 @@ def _wire_bytes(offload: Offload) -> Float64:
     return np.frombuffer(np.ascontiguousarray(offload.operand).tobytes(), dtype=np.uint8).astype(np.float64)
 
 
-def _histogram(wire: Float64) -> Float64:
-    return np.bincount(wire.astype(np.int64), minlength=256).astype(np.float64)
-
-
 def _stacked(rows: Sequence[Float64]) -> Float64:
     """Rows of possibly different lengths as one matrix, zeros after the shorter ones."""
     out = np.zeros((len(rows), max(map(len, rows))))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gpu_worker.engines.wgpu_native import NativeDevice
-from gpu_worker.kernels.gemm import Kernel, reduce_source
+from gpu_worker.kernels.gemm import GemmKernel
 
 _BUFFER_TYPES: dict[str, tuple[str, ...]] = {
     "gemm": ("uniform", "read-only-storage", "read-only-storage", "storage"),
@@ -16,14 +16,14 @@ _BUFFER_TYPES: dict[str, tuple[str, ...]] = {
 class Pipelines:
     """Compiles each kernel once. All GEMM kernels share one binding layout, so a bind group fits any."""
 
-    def __init__(self, device: Any, native: NativeDevice | None) -> None:
+    def __init__(self, device: Any, native: NativeDevice | None, reduce_source: str) -> None:
         self._device = device
         self._native = native
         self._layouts = {name: _bind_layout(device, types) for name, types in _BUFFER_TYPES.items()}
-        self._gemm: dict[Kernel, Any] = {}
-        self.reduce = self._compile("reduce", reduce_source())
+        self._gemm: dict[GemmKernel, Any] = {}
+        self.reduce = self._compile("reduce", reduce_source)
 
-    def gemm(self, kernel: Kernel) -> Any:
+    def gemm(self, kernel: GemmKernel) -> Any:
         """The pipeline of ``kernel``."""
         pipeline = self._gemm.get(kernel)
         if pipeline is None:

@@ -14,6 +14,7 @@ from gpu_worker.kernels.gemm import (
     SKINNY_ROWS,
     TILE_K,
     TILE_N,
+    GemmKernel,
     Kernel,
     SkinnyKernel,
     TiledKernel,
@@ -71,7 +72,7 @@ class GemmPlan:
     ``reduce_grid`` workgroups adds.
     """
 
-    kernel: Kernel
+    kernel: GemmKernel
     splits: int
     grid: tuple[int, int, int]
     reduce_grid: tuple[int, int, int]
@@ -83,17 +84,19 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def plan_slabs(k: int, n: int, limits: PlanLimits) -> tuple[Slab, ...]:
+def plan_slabs(k: int, n: int, limits: PlanLimits, *, item_bytes: int = 2) -> tuple[Slab, ...]:
     """Cuts a weight of padded depth ``k`` and ``n`` real columns into slabs of nearly equal width.
+
+    ``item_bytes`` is the size of a weight's element.
 
     Raises:
         EngineError: even the narrowest slab exceeds the device's binding limit.
     """
-    bound = min(limits.binding_bytes // (2 * k), limits.max_groups * N_ALIGN)
+    bound = min(limits.binding_bytes // (item_bytes * k), limits.max_groups * N_ALIGN)
     widest = bound // N_ALIGN * N_ALIGN
     if widest == 0:
         raise EngineError(
-            f"a weight with d_in {k} needs a storage binding of {2 * k * N_ALIGN} bytes; "
+            f"a weight with d_in {k} needs a storage binding of {item_bytes * k * N_ALIGN} bytes; "
             f"this adapter allows {limits.binding_bytes}"
         )
     padded = round_up(n, N_ALIGN)
@@ -105,13 +108,15 @@ def plan_slabs(k: int, n: int, limits: PlanLimits) -> tuple[Slab, ...]:
     )
 
 
-def rows_per_chunk(k: int, n: int, chunk_bytes: int, limits: PlanLimits) -> int:
+def rows_per_chunk(k: int, n: int, chunk_bytes: int, limits: PlanLimits, *, item_bytes: int = 2) -> int:
     """How many operand rows fit one submission, given padded ``k`` and ``n``.
+
+    ``item_bytes`` is the size of an operand's element; a result's has 4.
 
     Raises:
         EngineError: not even one row of operand or result fits the device's binding limit.
     """
-    row_bytes = max(2 * k, 4 * n)
+    row_bytes = max(item_bytes * k, 4 * n)
     if row_bytes > limits.binding_bytes:
         raise EngineError(
             f"one row of the product needs a storage binding of {row_bytes} bytes; "
@@ -132,11 +137,22 @@ def plan_gemm(m: int, k: int, n: int, limits: PlanLimits) -> GemmPlan:
         kernel, splits, grid = _skinny(m, k, n, limits, partial_limit)
     else:
         kernel, splits, grid = _tiled(m, k, n, limits, partial_limit)
+    return complete_plan(kernel, splits, grid, m, n, limits)
+
+
+def complete_plan(
+    kernel: GemmKernel, splits: int, grid: tuple[int, int, int], m: int, n: int, limits: PlanLimits
+) -> GemmPlan:
+    """The plan with its second dispatch, checked.
+
+    Raises:
+        EngineError: it exceeds the device's limits.
+    """
     plan = GemmPlan(
         kernel=kernel,
         splits=splits,
         grid=grid,
-        reduce_grid=(*_grid2(-(-m * n // 4 // REDUCE_THREADS), limits.max_groups), 1),
+        reduce_grid=(*grid2(-(-m * n // 4 // REDUCE_THREADS), limits.max_groups), 1),
         partial_bytes=4 * splits * m * n if splits > 1 else 0,
     )
     _check(plan, limits)
@@ -174,10 +190,10 @@ def _tiled(m: int, k: int, n: int, limits: PlanLimits, partial_limit: int) -> _L
     groups = -(-m // kernel.tile_m) * (n // TILE_N)
     split_limit = min(k // _TILED_SPLIT_MIN_K, partial_limit)
     splits = choose_splits(k // TILE_K, groups, limits.workgroup_target, split_limit)
-    return kernel, splits, (*_grid2(groups, limits.max_groups), splits)
+    return kernel, splits, (*grid2(groups, limits.max_groups), splits)
 
 
-def _grid2(groups: int, max_groups: int) -> tuple[int, int]:
+def grid2(groups: int, max_groups: int) -> tuple[int, int]:
     """A grid of at least ``groups`` workgroups; the kernels skip the surplus."""
     height = -(-groups // max_groups)
     return -(-groups // height), height

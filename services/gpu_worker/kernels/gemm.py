@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from string import Template
+from typing import Literal, Protocol
 
 SKINNY_ROWS = (4, 8, 16)
 SKINNY_LANES = 32
@@ -87,9 +88,9 @@ class SkinnyKernel:
             scratch=self.scratch,
             threads=self.threads,
             declare_sums=_declare_sums(self.rows, vectors),
-            load_weights=_lines(f"let w{u} = weight[at + {u}u * packs];" for u in range(SKINNY_UNROLL)),
-            multiply=_lines(_skinny_step(u, quads, vectors) for u in range(SKINNY_UNROLL)),
-            write_sums=_lines(_skinny_write(quad, vectors) for quad in range(quads)),
+            load_weights=lines(f"let w{u} = weight[at + {u}u * packs];" for u in range(SKINNY_UNROLL)),
+            multiply=lines(_skinny_step(u, quads, vectors) for u in range(SKINNY_UNROLL)),
+            write_sums=lines(_skinny_write(quad, vectors) for quad in range(quads)),
         )
 
 
@@ -139,33 +140,45 @@ class TiledKernel:
             scratch_a=self._scratch_a,
             scratch_b=TILE_K * TILE_N // 4,
             declare_sums=_declare_sums(8, 2),
-            first_weights=_lines(f"var next_w{i} = {at.format(first_k, item)};" for i, item in loads),
-            next_weights=_lines(f"next_w{i} = {at.format(next_k, item)};" for i, item in loads),
-            stage_weights=_lines(f"stage_weights(next_w{i}, {item});" for i, item in loads),
-            multiply=_lines(_tiled_step(u, self.tile_m) for u in range(TILED_UNROLL)),
-            write_sums=_lines(_tiled_write(row, self.tile_m) for row in range(8)),
+            first_weights=lines(f"var next_w{i} = {at.format(first_k, item)};" for i, item in loads),
+            next_weights=lines(f"next_w{i} = {at.format(next_k, item)};" for i, item in loads),
+            stage_weights=lines(f"stage_weights(next_w{i}, {item});" for i, item in loads),
+            multiply=lines(_tiled_step(u, self.tile_m) for u in range(TILED_UNROLL)),
+            write_sums=lines(tiled_write(row, self.tile_m) for row in range(8)),
         )
 
 
 Kernel = SkinnyKernel | TiledKernel
 
 
-def reduce_source() -> str:
-    """WGSL that adds the splits of either kernel."""
-    return _complete("reduce.wgsl", f16=False, threads=REDUCE_THREADS)
+class GemmKernel(Protocol):
+    """What the engines need to know of a kernel, of this module or of another."""
+
+    @property
+    def workgroup_bytes(self) -> int:
+        """Workgroup memory in bytes."""
+
+    def source(self) -> str:
+        """The complete WGSL."""
 
 
-def _lines(parts: Iterable[str]) -> str:
+def reduce_source(number: Literal["f32", "u32"]) -> str:
+    """WGSL that adds the splits of any kernel."""
+    return complete("reduce.wgsl", threads=REDUCE_THREADS, number=number)
+
+
+def lines(parts: Iterable[str]) -> str:
+    """One statement a line."""
     return "\n".join(parts)
 
 
 def _declare_sums(rows: int, vectors: int) -> str:
-    return _lines(f"var c{r}_{v} = vec4<f32>(0.0);" for r in range(rows) for v in range(vectors))
+    return lines(f"var c{r}_{v} = vec4<f32>(0.0);" for r in range(rows) for v in range(vectors))
 
 
 def _outer_product(quad: int, vectors: int) -> str:
     """Adds ``a{quad}`` (four rows) times ``b0...`` (``vectors`` times four columns) to the sums."""
-    return _lines(
+    return lines(
         f"c{quad * 4 + j}_{v} = fma(vec4<f32>(a{quad}.{component}), b{v}, c{quad * 4 + j}_{v});"
         for j, component in enumerate("xyzw")
         for v in range(vectors)
@@ -179,7 +192,7 @@ def _skinny_step(u: int, quads: int, vectors: int) -> str:
         f"let a{quad} = scratch[(k + {u}u) * QUADS + {quad}u];\n{_outer_product(quad, vectors)}"
         for quad in range(quads)
     ]
-    return _lines(["{", *widened, *products, "}"])
+    return lines(["{", *widened, *products, "}"])
 
 
 def _skinny_write(quad: int, vectors: int) -> str:
@@ -189,7 +202,7 @@ def _skinny_write(quad: int, vectors: int) -> str:
         for v in range(vectors)
     ]
     write = f"write_quad({quad}u, group.y, group.x * LANES * VECTORS, thread);"
-    return _lines(["workgroupBarrier();", *stores, "workgroupBarrier();", write])
+    return lines(["workgroupBarrier();", *stores, "workgroupBarrier();", write])
 
 
 def _tiled_step(u: int, tile_m: int) -> str:
@@ -200,21 +213,23 @@ def _tiled_step(u: int, tile_m: int) -> str:
         f"let b0 = tile_b[{column}];",
         f"let b1 = tile_b[{column} + {TILE_N // 8}u];",
     ]
-    return _lines(["{", *factors, _outer_product(0, 2), _outer_product(1, 2), "}"])
+    return lines(["{", *factors, _outer_product(0, 2), _outer_product(1, 2), "}"])
 
 
-def _tiled_write(row: int, tile_m: int) -> str:
+def tiled_write(row: int, tile_m: int) -> str:
+    """Writes one of a thread's eight rows of sums."""
     half, j = divmod(row, 4)
     return f"write_row(m0 + {half * tile_m // 2 + j}u + ty * 4u, group.z, vector, c{row}_0, c{row}_1);"
 
 
 def _complete(name: str, *, f16: bool, **values: object) -> str:
-    return Template(_read(name)).substitute(
-        values,
-        enable="enable f16;" if f16 else "",
-        params=_read("params.wgsl"),
-        storage=_read("storage_f16.wgsl" if f16 else "storage_u32.wgsl"),
-    )
+    storage = _read("storage_f16.wgsl" if f16 else "storage_u32.wgsl")
+    return complete(name, enable="enable f16;" if f16 else "", storage=storage, **values)
+
+
+def complete(name: str, **values: object) -> str:
+    """The template ``name`` with ``values`` and what all kernels share filled in."""
+    return Template(_read(name)).substitute(values, params=_read("params.wgsl"), raster=_read("raster.wgsl"))
 
 
 @cache

@@ -1,8 +1,8 @@
-// Adds the splits of a split-K product.
+// Adds the splits of a split-K product; ${number} wraps if it is u32.
 ${params}
 @group(0) @binding(0) var<uniform> p: Params;
-@group(0) @binding(1) var<storage, read> partial: array<vec4<f32>>; // (splits, m, n / 4)
-@group(0) @binding(2) var<storage, read_write> result: array<vec4<f32>>; // (m, result_stride)
+@group(0) @binding(1) var<storage, read> partial: array<vec4<${number}>>; // (splits, m, n / 4)
+@group(0) @binding(2) var<storage, read_write> result: array<vec4<${number}>>; // (m, result_stride)
 
 @compute @workgroup_size(${threads})
 fn main(

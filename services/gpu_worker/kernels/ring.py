@@ -5,18 +5,13 @@ All compute ``C[m, n] = sum_k A[m, k] * B[k, n]`` from uint32 and int8 factors i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from string import Template
+
+from gpu_worker.kernels.gemm import TILE_K, TILE_N, complete, lines, tiled_write
 
 RING_ROWS = (1, 2, 4, 8, 16)
 RING_LANES = 32
 RING_SLICES = 8
-RING_TILE_N = 128
-RING_TILE_K = 16
-RING_REDUCE_THREADS = 128
 
 # Rows whose partial sums the slices exchange at a time.
 _EXCHANGED_ROWS = 4
@@ -71,7 +66,7 @@ class RingSkinnyKernel:
             raise ValueError("rows must be 1, 2, 4, 8 or 16 and unroll 1 to 8")
         staged = range(-(-self.rows * self.chunk // 4 // self.threads))
         exchanged = min(self.rows, _EXCHANGED_ROWS)
-        return _complete(
+        return complete(
             "ring_skinny.wgsl",
             rows=self.rows,
             slices=RING_SLICES,
@@ -80,20 +75,20 @@ class RingSkinnyKernel:
             exchanged=exchanged,
             scratch=self.scratch,
             threads=self.threads,
-            declare_sums=_lines(f"var c{r} = vec4<u32>(0u);" for r in range(self.rows)),
-            declare_operand=_lines(f"var next_y{i} = vec4<u32>(0u);" for i in staged),
-            declare_weights=_lines(f"var next_w{u} = vec4<u32>(0u);" for u in range(self.unroll)),
-            fetch_operand=_lines(
+            declare_sums=lines(f"var c{r} = vec4<u32>(0u);" for r in range(self.rows)),
+            declare_operand=lines(f"var next_y{i} = vec4<u32>(0u);" for i in staged),
+            declare_weights=lines(f"var next_w{u} = vec4<u32>(0u);" for u in range(self.unroll)),
+            fetch_operand=lines(
                 f"next_y{i} = operand_item(thread + {i}u * THREADS, following);" for i in staged
             ),
-            fetch_weights=_lines(
+            fetch_weights=lines(
                 f"next_w{u} = weight[min(first_quad + {u}u, last_quad) * vectors + vector];"
                 for u in range(self.unroll)
             ),
-            stage_operand=_lines(f"stage_operand(next_y{i}, thread + {i}u * THREADS, at);" for i in staged),
-            take_weights=_lines(f"let w{u} = next_w{u};" for u in range(self.unroll)),
-            multiply=_lines(_skinny_step(u, self.rows) for u in range(self.unroll)),
-            write_sums=_lines(_skinny_write(first, exchanged) for first in range(0, self.rows, exchanged)),
+            stage_operand=lines(f"stage_operand(next_y{i}, thread + {i}u * THREADS, at);" for i in staged),
+            take_weights=lines(f"let w{u} = next_w{u};" for u in range(self.unroll)),
+            multiply=lines(_skinny_step(u, self.rows) for u in range(self.unroll)),
+            write_sums=lines(_skinny_write(first, exchanged) for first in range(0, self.rows, exchanged)),
         )
 
 
@@ -106,7 +101,7 @@ class RingTiledKernel:
     @property
     def threads(self) -> int:
         """Threads of one workgroup, 8 x 8 outputs each."""
-        return (self.tile_m // 8) * (RING_TILE_N // 8)
+        return (self.tile_m // 8) * (TILE_N // 8)
 
     @property
     def workgroup_bytes(self) -> int:
@@ -115,11 +110,11 @@ class RingTiledKernel:
 
     @property
     def _scratch_a(self) -> int:
-        return RING_TILE_K * (self.tile_m // 4 + 1)
+        return TILE_K * (self.tile_m // 4 + 1)
 
     @property
     def _scratch_b(self) -> int:
-        return RING_TILE_K * RING_TILE_N // 16
+        return TILE_K * TILE_N // 16
 
     def source(self) -> str:
         """The complete WGSL.
@@ -129,53 +124,44 @@ class RingTiledKernel:
         """
         if self.tile_m not in (64, 128):
             raise ValueError("tile_m must be 64 or 128")
-        stride = self.threads // RING_TILE_K
+        stride = self.threads // TILE_K
         items = [(i, f"quad + {i * stride}u") for i in range(_OPERAND_ITEMS)]
-        return _complete(
+        return complete(
             "ring_tiled.wgsl",
             tile_m=self.tile_m,
             threads=self.threads,
             scratch_a=self._scratch_a,
             scratch_b=self._scratch_b,
-            declare_sums=_lines(f"var c{r}_{v} = vec4<u32>(0u);" for r in range(8) for v in range(2)),
-            declare_operand=_lines(f"var next_y{i} = vec4<u32>(0u);" for i, _ in items),
-            fetch_operand=_lines(
+            declare_sums=lines(f"var c{r}_{v} = vec4<u32>(0u);" for r in range(8) for v in range(2)),
+            declare_operand=lines(f"var next_y{i} = vec4<u32>(0u);" for i, _ in items),
+            fetch_operand=lines(
                 f"next_y{i} = operand_rows(m0 + 4u * ({item}), k0 + k);" for i, item in items
             ),
-            stage_operand=_lines(f"tile_a[k * PITCH_A + {item}] = next_y{i};" for i, item in items),
-            multiply=_lines(_tiled_step(j, component, self.tile_m) for j, component in enumerate("xyzw")),
-            write_sums=_lines(_tiled_write(row, self.tile_m) for row in range(8)),
+            stage_operand=lines(f"tile_a[k * PITCH_A + {item}] = next_y{i};" for i, item in items),
+            multiply=lines(_tiled_step(j, component, self.tile_m) for j, component in enumerate("xyzw")),
+            write_sums=lines(tiled_write(row, self.tile_m) for row in range(8)),
         )
 
 
 RingKernel = RingSkinnyKernel | RingTiledKernel
 
 
-def ring_reduce_source() -> str:
-    """WGSL that adds the splits of either kernel."""
-    return _complete("ring_reduce.wgsl", threads=RING_REDUCE_THREADS)
-
-
-def _lines(parts: Iterable[str]) -> str:
-    return "\n".join(parts)
-
-
 def _skinny_step(u: int, rows: int) -> str:
     widened = [f"let b{j} = widen(w{u}.{component});" for j, component in enumerate("xyzw")]
     products = [
-        _lines([
+        lines([
             f"let y{r} = scratch[at + {r}u * CHUNK_QUADS + {u}u];",
             *(f"c{r} += y{r}.{component} * b{j};" for j, component in enumerate("xyzw")),
         ])
         for r in range(rows)
     ]  # fmt: skip
-    return _lines(["{", *widened, *products, "}"])
+    return lines(["{", *widened, *products, "}"])
 
 
 def _skinny_write(first: int, exchanged: int) -> str:
     stores = [f"scratch[({r}u * SLICES + slice) * LANES + lane] = c{first + r};" for r in range(exchanged)]
     write = f"write_rows({first}u, group.y, group.x * LANES, thread);"
-    return _lines(["workgroupBarrier();", *stores, "workgroupBarrier();", write])
+    return lines(["workgroupBarrier();", *stores, "workgroupBarrier();", write])
 
 
 def _tiled_step(j: int, component: str, tile_m: int) -> str:
@@ -185,7 +171,7 @@ def _tiled_step(j: int, component: str, tile_m: int) -> str:
         for i, row in enumerate("xyzw")
         for v in range(2)
     ]
-    return _lines([
+    return lines([
         "{",
         f"let a0 = tile_a[(quad_k * 4u + {j}u) * PITCH_A + ty];",
         f"let a1 = tile_a[(quad_k * 4u + {j}u) * PITCH_A + ty + {tile_m // 8}u];",
@@ -194,17 +180,3 @@ def _tiled_step(j: int, component: str, tile_m: int) -> str:
         *products,
         "}",
     ])  # fmt: skip
-
-
-def _tiled_write(row: int, tile_m: int) -> str:
-    half, i = divmod(row, 4)
-    return f"write_row(m0 + {half * tile_m // 2 + i}u + ty * 4u, group.z, vector, c{row}_0, c{row}_1);"
-
-
-def _complete(name: str, **values: object) -> str:
-    return Template(_read(name)).substitute(values, params=_read("params.wgsl"))
-
-
-@cache
-def _read(name: str) -> str:
-    return (Path(__file__).parent / name).read_text(encoding="utf-8")

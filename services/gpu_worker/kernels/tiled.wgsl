@@ -11,7 +11,6 @@ const TILE_N = 128u;
 const TILE_K = 16u;
 const UNROLL = ${unroll}u;
 const THREADS = ${threads}u;
-// Workgroups in flight together share rows and columns through the cache: walk this many row tiles first.
 const ROW_TILES_TOGETHER = 16u;
 const PITCH_A = TILE_M / 4u + 1u; // one more, against bank conflicts
 const PITCH_B = TILE_N / 4u;
@@ -72,23 +71,7 @@ fn main(
     @builtin(num_workgroups) groups: vec3<u32>,
     @builtin(local_invocation_index) thread: u32,
 ) {
-    let row_tiles = (p.m + TILE_M - 1u) / TILE_M;
-    let column_tiles = p.n / TILE_N;
-    let index = group.y * groups.x + group.x;
-    if (index >= row_tiles * column_tiles) {
-        return;
-    }
-    let band = index / (ROW_TILES_TOGETHER * column_tiles);
-    let within = index - band * ROW_TILES_TOGETHER * column_tiles;
-    let band_rows = min(ROW_TILES_TOGETHER, row_tiles - band * ROW_TILES_TOGETHER);
-    let m0 = (band * ROW_TILES_TOGETHER + within % band_rows) * TILE_M;
-    let n0 = (within / band_rows) * TILE_N;
-
-    let steps = p.k / TILE_K;
-    let per_split = (steps + p.splits - 1u) / p.splits;
-    let first_step = group.z * per_split;
-    let end_step = min(steps, first_step + per_split);
-
+${raster}
     let tx = thread % (TILE_N / 8u);
     let ty = thread / (TILE_N / 8u);
     let quad = thread / (TILE_K / 2u);

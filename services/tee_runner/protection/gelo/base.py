@@ -193,17 +193,15 @@ class _GeloSession(ForwardSession):
                 return only.unapply_summed(result, scales, inverses[0], out, v, sums)
 
             require_finite(protection.exchange_with(weight, total, read), weight)
-            if protection.masks.per_offload:
-                self._wipe_masks()
-            return
-        result = protection.exchange(weight, total)
-        begin = time.perf_counter_ns()
-        for block, inverse in zip(blocks, inverses, strict=True):
-            bad = block.mask.unapply(result[block.span], scales[block.data], inverse, out[block.data])
-            require_finite(bad, weight)
+        else:
+            result = protection.exchange(weight, total)
+            begin = time.perf_counter_ns()
+            for block, inverse in zip(blocks, inverses, strict=True):
+                bad = block.mask.unapply(result[block.span], scales[block.data], inverse, out[block.data])
+                require_finite(bad, weight)
+            profile.add("unapply", time.perf_counter_ns() - begin)
         if protection.masks.per_offload:
             self._wipe_masks()
-        profile.add("unapply", time.perf_counter_ns() - begin)
 
     def _layout(self, counts: Sequence[int]) -> tuple[list[_Block], int]:
         blocks = []

@@ -14,10 +14,9 @@ from tee_runner.protection.gelo.hd3_kernels import (
     hd3_apply_parallel,
     hd3_unapply,
     hd3_unapply_parallel,
-    row_unapply_summed,
-    rows_unapply,
 )
 from tee_runner.protection.gelo.hd3_plan import tile_floats
+from tee_runner.protection.gelo.hd3_rows import row_unapply_summed, rows_unapply
 from tee_runner.protection.gelo.tiles import LANES, tile_width
 from tee_runner.protection.rng import SecretStream
 from tee_runner.vector import walsh_hadamard
