@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from evals.attacks.model import HEAD_LAYER, Capture
+from evals.attacks.model import HEAD_LAYER, Capture, Op
 from evals.attacks.public import Place, Prefix, Step
 from evals.attacks.subspace import basis, random_basis, residuals, rounding_variance, wire_values
 
@@ -127,6 +127,24 @@ class Evidence:
 def _number(parameters: Mapping[str, int | float | str], name: str, default: float) -> float:
     value = parameters.get(name, default)
     return float(value) if isinstance(value, int | float) else default
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beam:
+    """A walk that has one place only. Candidates come in the order of the model's own distribution.
+
+    ``depth``: the layer as a fraction of the model's; the nearest captured layer at or above it, and
+    at least 1, is used. ``widths``: how many candidates are tried, in stages, each stage only if the
+    ones before have no acceptable candidate; 0 means the whole vocabulary. The first position, whose
+    rows are the same for all prompts, has a last stage of ``opening``. ``prompts``: the first so many
+    prompts, since a stage is a forward of all its candidates.
+    """
+
+    op: Op
+    depth: float
+    widths: tuple[int, ...]
+    prompts: int
+    opening: int = 4096
 
 
 @dataclass(slots=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from evals.attacks.drivers.prefix import Beam, PrefixCandidates
+from evals.attacks.drivers.prefix import PrefixCandidates
 from evals.attacks.model import Capture, Offload, PromptTruth, Truth, View
+from evals.attacks.walk import Beam
 from tests.evals.tiny import planted, sentences, shielded, tiny_model, unrelated
 
 MODEL = tiny_model()

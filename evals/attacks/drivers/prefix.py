@@ -6,7 +6,6 @@ Shapes: s operand rows, d width, C candidates, V vocabulary. See :mod:`evals.att
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -16,7 +15,6 @@ from evals.attacks.model import (
     HEAD_LAYER,
     Attack,
     CorpusName,
-    Op,
     Outcome,
     PromptTruth,
     Report,
@@ -24,7 +22,7 @@ from evals.attacks.model import (
     View,
 )
 from evals.attacks.public import Place, Prefix, PublicModel, Step
-from evals.attacks.walk import Evidence, Scores, Tally, Walk, fused, plausible, scored, shared
+from evals.attacks.walk import Beam, Evidence, Scores, Tally, Walk, fused, plausible, scored, shared
 
 Int64 = NDArray[np.int64]
 
@@ -37,24 +35,6 @@ _HOPELESS = 2
 _KEPT = 8
 # Prompts of the walk against random subspaces.
 _CONTROLS = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beam:
-    """A walk that has one place only. Candidates come in the order of the model's own distribution.
-
-    ``depth``: the layer as a fraction of the model's; the nearest captured layer at or above it, and
-    at least 1, is used. ``widths``: how many candidates are tried, in stages, each stage only if the
-    ones before have no acceptable candidate; 0 means the whole vocabulary. The first position, whose
-    rows are the same for all prompts, has a last stage of ``opening``. ``prompts``: the first so many
-    prompts, since a stage is a forward of all its candidates.
-    """
-
-    op: Op
-    depth: float
-    widths: tuple[int, ...]
-    prompts: int
-    opening: int = 4096
 
 
 BEAMS = (
