@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import numba
@@ -14,6 +17,9 @@ from tee_runner.vector import gaussian_pair
 
 # Words drawn and converted at a time: 128 KiB, so that they are still in cache when converted.
 _PIECE = 1 << 15
+# More normals than this are drawn in parts of so many, each from a stream of its own, on all cores.
+# Which normals come out does not depend on the number of cores.
+PART = 1 << 17
 
 
 @numba.njit(nogil=True, cache=True, fastmath={"contract"})
@@ -28,6 +34,20 @@ def _pairs(first: Any, second: Any, cosine: Any, sine: Any) -> None:
 
 def fill_normals(stream: SecretStream, out: NDArray[np.float32]) -> None:
     """Overwrite ``out`` ``(n,)`` float32 with independent standard normals."""
+    if out.size <= PART:
+        _fill(stream, out)
+        return
+    parts = [out[start : start + PART] for start in range(0, out.size, PART)]
+    # list() waits for all of them, and raises what one of them raised.
+    list(_threads().map(_fill, stream.fork(len(parts)), parts))
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="gelo-normals")
+
+
+def _fill(stream: SecretStream, out: NDArray[np.float32]) -> None:
     words = np.empty(min(_PIECE, out.size + out.size % 2), dtype=np.uint32)
     for start in range(0, out.size, _PIECE):
         part = out[start : start + _PIECE]

@@ -52,6 +52,18 @@ class SecretStream:
         self._cipher = _cipher(key.tobytes())
         key.fill(0)
 
+    def fork(self, count: int) -> list[SecretStream]:
+        """``count`` streams that are independent of each other and of what this one gives later.
+
+        Their keys are keystream of this one; it is then ratcheted, so that they cannot be made again.
+        """
+        keys = np.empty((count, KEY_BYTES // 4), dtype=np.uint32)
+        self.fill(keys)
+        streams = [SecretStream(key.tobytes()) for key in keys]
+        keys.fill(0)
+        self.ratchet()
+        return streams
+
     def words(self, count: int) -> NDArray[np.uint32]:
         """``count`` fresh uniform words."""
         result = np.empty(count, dtype=np.uint32)

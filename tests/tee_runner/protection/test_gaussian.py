@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tee_runner.protection.gaussian import _PIECE, fill_normals
+from tee_runner.protection.gaussian import _PIECE, PART, fill_normals
 from tee_runner.simd import gaussian_pairs
 
 from .doubles import SINGLE_ROUNDING, box_muller, key_of
@@ -55,3 +55,24 @@ def test_normals_are_normal() -> None:
     half = _PIECE // 2
     first, second = values[:half], values[half:_PIECE]
     assert abs(np.mean(first * second)) < 5 / np.sqrt(half)
+
+
+def test_large_fills_come_from_a_stream_per_part() -> None:
+    count = 3 * PART + 5
+    out = np.full(count + 16, np.nan, np.float32)
+    stream = key_of(8).stream("normals")
+    fill_normals(stream, out[:count])
+    assert np.isnan(out[count:]).all()
+    following = stream.words(8)
+
+    twin = key_of(8).stream("normals")
+    parts = twin.fork(4)
+    for part, start in zip(parts, range(0, count, PART), strict=True):
+        expected = np.empty(min(PART, count - start), np.float32)
+        fill_normals(part, expected)
+        np.testing.assert_array_equal(out[start : start + len(expected)], expected)
+    np.testing.assert_array_equal(twin.words(8), following)
+    # No part repeats another, nor is correlated with it.
+    first, second, third = (out[i * PART : (i + 1) * PART].astype(np.float64) for i in range(3))
+    for x, y in ((first, second), (second, third), (first, third)):
+        assert abs(np.mean(x * y)) < 5 / np.sqrt(PART)

@@ -181,3 +181,17 @@ def test_any_number_of_normals(count: int) -> None:
     assert np.isnan(around[[0, -1]]).all()
     # No value is used for two places.
     assert len(np.unique(drawn)) >= 0.99 * count
+
+
+def test_forked_streams_differ_and_cannot_be_forked_again() -> None:
+    stream = SecretStream(KEY)
+    before = SecretStream(KEY)
+    forks = stream.fork(3)
+    keystream = before.words(3 * KEY_BYTES // 4 + 64)
+    for number, fork in enumerate(forks):
+        key = keystream[8 * number : 8 * number + 8].tobytes()
+        np.testing.assert_array_equal(fork.words(64), words_of(aes_ctr(key, 0, 256)))
+    # The parent goes on under another key.
+    assert not np.isin(stream.words(64), keystream).all()
+    heads = {source.words(8).tobytes() for source in (stream, *stream.fork(4), *forks)}
+    assert len(heads) == 8
