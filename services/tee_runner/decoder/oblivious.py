@@ -105,7 +105,7 @@ def _sweep_all(table: Any, ids: Any, partial: Any) -> None:
 
 
 def take_rows(table: NDArray[np.uint8], ids: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """``table[ids]``, ``(n, bytes)``. ``table`` ``(rows, bytes)`` uint8, C-contiguous; ``ids`` ``(n,)`` int64.
+    """``table[ids]``, ``(n, bytes)``, of a C-contiguous ``table`` ``(rows, bytes)`` uint8; ``ids`` ``(n,)``.
 
     Reads all of the table, in order. Fewer than 2³¹ rows; an index outside the table gives zeros.
 
