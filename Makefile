@@ -5,6 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PROMPT ?= Why is the sky blue? Answer in two sentences.
 DEMO   ?=
+TESTERS ?= auto
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: demo test lint format stubs bench clean
@@ -14,7 +15,7 @@ demo: $(VENV)/.runtime
 
 test: $(VENV)/.dev
 	@scripts/system_packages.sh
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses=$(TESTERS) --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+# Before numpy and torch are imported. One process per core runs the tests (see the Makefile), on small
+# matrices: more threads of OpenBLAS or torch only wait for each other, busily. numba's stay as they are.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 

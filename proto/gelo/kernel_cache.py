@@ -10,16 +10,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import sys
+from importlib import metadata
 from pathlib import Path
-
-import numba
 
 
 def use_kernel_cache(package: Path) -> None:
     """Keep kernels of modules imported from now on under a hash of ``package``'s kernel sources.
 
     Below ``$GELO_CACHE``, else ``$XDG_CACHE_HOME/gelo``, else ``~/.cache/gelo``; private to the user,
-    because a cached kernel is code. Without a writable directory numba's own default stays.
+    because a cached kernel is code. Without a writable directory numba's own default stays. Does not import
+    numba, which takes half a second: most commands run no kernel.
     """
     root = os.environ.get("GELO_CACHE")
     base = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gelo"
@@ -27,12 +28,15 @@ def use_kernel_cache(package: Path) -> None:
     with contextlib.suppress(OSError, RuntimeError):
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         if os.access(directory, os.W_OK) and directory.stat().st_uid == os.getuid():
-            numba.config.CACHE_DIR = str(directory)
+            # Numba reads the variable when it is imported, and again whenever its environment changes.
+            os.environ["NUMBA_CACHE_DIR"] = str(directory)
+            if "numba" in sys.modules:
+                sys.modules["numba"].config.CACHE_DIR = str(directory)
 
 
 def _source_hash(package: Path) -> str:
     """SHA-256 over every source of the package and of the wire that mentions numba."""
-    digest = hashlib.sha256(numba.__version__.encode())
+    digest = hashlib.sha256(metadata.version("numba").encode())
     for folder in (package, Path(__file__).parent):
         for source in sorted(folder.rglob("*.py")):
             text = source.read_bytes()
