@@ -37,7 +37,25 @@ class ProportionalRope:
     factor: float = 1.0
 
 
-RopeScaling = LinearRopeScaling | Llama3RopeScaling | ProportionalRope
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YarnRopeScaling:
+    """YaRN (``rope_scaling`` type ``yarn``; Peng et al. 2023, section 3).
+
+    Angles that turn more than ``beta_fast`` times within ``original_max_position_embeddings`` are
+    kept, those that turn less than ``beta_slow`` times are divided by ``factor``, with a ramp
+    between, whose ends are whole angle indices when ``truncate`` is set. Cosines and sines are
+    multiplied by ``attention_factor``, which scales the attention scores by its square.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+RopeScaling = LinearRopeScaling | Llama3RopeScaling | YarnRopeScaling | ProportionalRope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
