@@ -13,6 +13,7 @@ from tee_runner.decoder.config import (
     ProportionalRope,
     RopeConfig,
     RopeScaling,
+    YarnRopeScaling,
 )
 from tee_runner.errors import ModelError
 from tee_runner.models.config_fields import (
@@ -125,9 +126,7 @@ def read_rope_scaling(fields: ConfigReader, *, proportional: bool = False) -> Ro
             factor=fields.number("factor", low=1.0, high=_MAX_FACTOR, default=1.0),
         )
     elif kind == "yarn":
-        scaling = _yarn(
-            fields, theta=theta, context=reader.integer("max_position_embeddings", high=MAX_CONTEXT)
-        )
+        scaling = _yarn(fields)
     elif kind != "default":
         raise fields.unsupported(key, "default, linear, llama3 and yarn are")
     fields.refuse_unread()
@@ -143,7 +142,7 @@ def read_section(reader: ConfigReader, key: str) -> ConfigReader:
 
 
 def _theta(fields: ConfigReader, *, default_theta: float | None = None) -> float:
-    return fields.number("rope_theta", low=1.0, high=1e12, default=default_theta)
+    return fields.number("rope_theta", low=1.01, high=1e12, default=default_theta)
 
 
 def _llama3(fields: ConfigReader) -> Llama3RopeScaling:
@@ -159,15 +158,13 @@ def _llama3(fields: ConfigReader) -> Llama3RopeScaling:
     )
 
 
-def _yarn(fields: ConfigReader, *, theta: float, context: int) -> YarnRopeScaling:
+def _yarn(fields: ConfigReader) -> YarnRopeScaling:
     """YaRN with the defaults of transformers (``_compute_yarn_parameters``)."""
     factor = fields.number("factor", low=1.0, high=_MAX_FACTOR)
     fast = fields.number("beta_fast", low=1e-3, high=_MAX_FACTOR, default=32.0)
     slow = fields.number("beta_slow", low=1e-3, high=_MAX_FACTOR, default=1.0)
     if fast <= slow:
         raise ModelError(f"config.json: beta_fast = {fast} does not exceed beta_slow = {slow}.")
-    if theta <= 1.0:
-        raise ModelError(f"config.json: yarn needs a rope_theta above 1, not {theta}.")
     mscales = [fields.number(key, low=0.0, high=100.0) if key in fields else 0.0 for key in _MSCALES]
     if "attention_factor" in fields:
         attention = fields.number("attention_factor", low=1e-3, high=100.0)
@@ -175,10 +172,9 @@ def _yarn(fields: ConfigReader, *, theta: float, context: int) -> YarnRopeScalin
         attention = _yarn_attention(factor, mscales[0]) / _yarn_attention(factor, mscales[1])
     else:
         attention = _yarn_attention(factor)
-    original = fields.integer("original_max_position_embeddings", high=MAX_CONTEXT, default=context)
     return YarnRopeScaling(
         factor=factor,
-        original_max_position_embeddings=original,
+        original_max_position_embeddings=fields.integer("original_max_position_embeddings", high=MAX_CONTEXT),
         attention_factor=attention,
         beta_fast=fast,
         beta_slow=slow,
