@@ -95,11 +95,11 @@ def read_rope(reader: ConfigReader, *, default_theta: float | None = None) -> Ro
         if "rope_scaling" in reader:
             raise ModelError("config.json has both rope_parameters and rope_scaling.")
         fields = read_section(reader, "rope_parameters")
-        theta = _theta(fields, default_theta=default_theta)
-        if reader.value("rope_theta") is not None and _theta(reader) != theta:
+        theta = read_theta(fields, default_theta=default_theta)
+        if reader.value("rope_theta") is not None and read_theta(reader) != theta:
             raise ModelError("config.json: rope_theta contradicts rope_parameters.")
     else:
-        theta = _theta(reader, default_theta=default_theta)
+        theta = read_theta(reader, default_theta=default_theta)
         if "rope_scaling" not in reader:
             return RopeConfig(theta=theta)
         fields = read_section(reader, "rope_scaling")
@@ -141,7 +141,8 @@ def read_section(reader: ConfigReader, key: str) -> ConfigReader:
     return ConfigReader(value, where=f"{reader.where} {key}")
 
 
-def _theta(fields: ConfigReader, *, default_theta: float | None = None) -> float:
+def read_theta(fields: ConfigReader, *, default_theta: float | None = None) -> float:
+    """The rotary base of a section. Raises ``ModelError`` when it is missing or out of bounds."""
     return fields.number("rope_theta", low=1.01, high=1e12, default=default_theta)
 
 
