@@ -71,7 +71,7 @@ def read_ropes(reader: ConfigReader, *, full_default: Mapping[str, Any] | None =
     read. Raises ``ModelError`` for missing or contradictory values and ``UnsupportedModelError``
     for a rotary embedding that is not implemented.
     """
-    if "rope_parameters" not in reader:
+    if reader.value("rope_parameters") is None:
         return _older_ropes(reader, full_default)
     for key in ("rope_theta", "rope_local_base_freq", "rope_scaling"):
         if reader.value(key) is not None:
@@ -110,7 +110,7 @@ def _rope(fields: ConfigReader, default_theta: float) -> RopeConfig:
 
 def read_softcap(reader: ConfigReader, key: str) -> float | None:
     """A positive cap, or None. Raises ``ModelError`` for anything else."""
-    return reader.number(key, low=1e-3, high=1e6) if key in reader else None
+    return None if reader.value(key) is None else reader.number(key, low=1e-3, high=1e6)
 
 
 def embed_scale(hidden_size: int) -> float:

@@ -32,9 +32,8 @@ def read_config(reader: ConfigReader) -> DecoderConfig:
     window = reader.integer("sliding_window", high=MAX_CONTEXT) if LOCAL in types else None
     reader.value("sliding_window")
     attention_bias = reader.boolean("attention_bias", default=False)
-    if "attn_logit_softcapping" in reader:
-        raise reader.unsupported("attn_logit_softcapping", "published models have none")
-    reader.value("attn_logit_softcapping")
+    if reader.value("attn_logit_softcapping") is not None:
+        raise reader.unsupported("attn_logit_softcapping", "the reference ignores it")
     layers = tuple(
         LayerConfig(
             num_heads=sizes.num_heads,

@@ -152,7 +152,7 @@ def _head_shapes(
     shapes = [(sizes.num_kv_heads, sizes.head_dim)] * len(types)
     head_dim = reader.integer("global_head_dim", high=MAX_WIDTH, default=_GLOBAL_HEAD_DIM)
     kv_heads = reader.integer("num_global_key_value_heads", high=MAX_HEADS, default=sizes.num_kv_heads)
-    if "per_layer_config" in reader:
+    if reader.value("per_layer_config") is not None:
         if "global_head_dim" in reader or "num_global_key_value_heads" in reader:
             raise ModelError(f"{reader.where} has both per_layer_config and sizes of global layers.")
         shapes = _overridden(read_section(reader, "per_layer_config"), shapes)
