@@ -26,6 +26,7 @@ Place = tuple[int, Op]
 # Candidates of one batched step: bounds the memory of a step over the full vocabulary.
 _STEP_ROWS = 4096
 _EMPTY = np.empty(0, dtype=np.float32)
+_NO_SCALES = np.empty((0, 0, 0), dtype=np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,10 +315,11 @@ class PublicModel:
         key = np.empty((count, 1, config.kv_dim), dtype=np.float32)
         value = np.empty_like(key)
         kernels.qkv_to_cache(
-            qkv, queries, key, value, np.arange(count), np.zeros(count, dtype=np.int64), cosines, sines,
+            qkv, queries, key, value, _NO_SCALES, _NO_SCALES, np.arange(count),
+            np.zeros(count, dtype=np.int64), cosines, sines,
             _EMPTY if layer.q_norm is None else layer.q_norm,
             _EMPTY if layer.k_norm is None else layer.k_norm,
-            np.float32(config.rms_norm_eps), np.float32(1.0 / np.sqrt(depth)),
+            _EMPTY, np.float32(config.rms_norm_eps), np.float32(1.0 / np.sqrt(depth)),
         )  # fmt: skip
         q = queries.reshape(count, heads, group, depth)
         own_keys, own_values = key.reshape(count, heads, depth), value.reshape(count, heads, depth)

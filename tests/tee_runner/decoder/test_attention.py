@@ -46,11 +46,12 @@ def run(case: Case) -> None:
         keys, values = (cache.astype(ml_dtypes.bfloat16) for cache in (keys, values))
     stored = [cache.view(np.uint16) if case.bfloat16 else cache for cache in (keys, values)]
     group = case.heads // case.kv_heads
-    arguments = (queries, *stored)
+    none = np.zeros((0, 0, 0), np.float32)
+    arguments = (queries, *stored, none, none)
     tasks = tasks_of(case, order)
     serial, parallel = np.full((2, n, case.heads * case.depth), np.nan, np.float32)
-    attention(*arguments, serial, tasks, group, case.depth, case.window)
-    attention_parallel(*arguments, parallel, tasks, group, case.depth, case.window)
+    attention(*arguments, serial, tasks, group, case.depth, case.window, np.float32(0))
+    attention_parallel(*arguments, parallel, tasks, group, case.depth, case.window, np.float32(0))
     np.testing.assert_array_equal(serial, parallel)
     row = 0
     for slot, past, count in zip(order, case.pasts, case.counts, strict=True):

@@ -24,6 +24,7 @@ from tests.tee_runner.protection.doubles import SINGLE_ROUNDING, Float32, Float6
 
 EPSILON = np.float32(1e-5)
 THETA = 10_000.0
+NO_SCALES = np.zeros((0, 0, 0), np.float32)
 
 
 def normals(*shape: int, seed: int = 1) -> Float32:
@@ -188,8 +189,8 @@ def qkv_to_cache(
     empty = np.empty(0, np.float32)
     q_norm, k_norm = (empty if norm is None else norm for norm in norms)
     kernels.qkv_to_cache(
-        qkv.copy(), queries, keys, values, slots, positions, cosines, sines, q_norm, k_norm, EPSILON,
-        np.float32(scale),
+        qkv.copy(), queries, keys, values, NO_SCALES, NO_SCALES, slots, positions, cosines, sines, q_norm,
+        k_norm, empty, EPSILON, np.float32(scale),
     )  # fmt: skip
     return queries, keys, values
 
