@@ -6,8 +6,9 @@ in its tanh form, and local and global layers differ in window and rotary base.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Final
+from typing import Any, Final
 
 from tee_runner.decoder.config import DecoderConfig, LayerConfig
 from tee_runner.models.config_fields import MAX_CONTEXT, ConfigReader
@@ -61,3 +62,27 @@ def read_config(reader: ConfigReader) -> DecoderConfig:
         final_logit_softcap=read_softcap(reader, "final_logit_softcapping"),
         post_norms=True,
     )
+
+
+# config.json of google/gemma-3-270m: what decides the computation.
+PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "gemma-3-270m": {
+        "architectures": [ARCHITECTURE],
+        "model_type": MODEL_TYPE,
+        "num_hidden_layers": 18,
+        "hidden_size": 640,
+        "intermediate_size": 2048,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 512,
+        "vocab_size": 262_144,
+        "max_position_embeddings": 32_768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000,
+        "rope_local_base_freq": 10_000,
+        "tie_word_embeddings": True,
+    }
+}
