@@ -121,7 +121,8 @@ class KvCache:
             self._owned += [part[-1] for part in parts if part[-1].size]
         self.lengths: NDArray[np.int64] = np.zeros(slots, dtype=np.int64)
         self.max_len = max_len
-        self._longest_chunk = longest_chunk or max_len
+        rings = any(shape is not None and shape.positions < max_len for shape in shapes)
+        self._longest_chunk = longest_chunk if rings and longest_chunk is not None else max_len
         # Positions that may hold something: a pass that failed wrote past the length.
         self._written: NDArray[np.int64] = np.zeros(slots, dtype=np.int64)
         self._free = list(range(slots - 1, -1, -1))
@@ -151,7 +152,7 @@ class KvCache:
 
         Raises:
             CapacityError: they would not fit.
-            ValueError: more than ``longest_chunk`` rows.
+            ValueError: more than ``longest_chunk`` rows, where a layer keeps no more.
         """
         past = int(self.lengths[slot])
         if past + count > self.max_len:
