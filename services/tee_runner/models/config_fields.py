@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from tee_runner.errors import ModelError, UnsupportedModelError
@@ -81,6 +81,10 @@ class ConfigReader:
 
     def __contains__(self, key: str) -> bool:
         return self._values.get(key) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        """Every key, in the order of the file."""
+        return iter(self._values)
 
     def has(self, key: str) -> bool:
         """Whether ``key`` is present, be it null."""

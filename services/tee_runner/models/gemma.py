@@ -33,8 +33,8 @@ def read_gemma_dimensions(reader: ConfigReader) -> Dimensions:
     Raises ``ModelError`` naming the key, and ``UnsupportedModelError`` for attention that is not
     causal.
     """
-    if reader.value("use_bidirectional_attention") not in (None, False):
-        raise reader.unsupported("use_bidirectional_attention", "text is read causally")
+    if reader.value("use_bidirectional_attention") not in (None, False, "vision"):
+        raise reader.unsupported("use_bidirectional_attention", "text must be read causally")
     return read_dimensions(
         reader, head_dim_required=True, activation=("hidden_activation", "gelu_pytorch_tanh")
     )

@@ -9,6 +9,7 @@ and a scalar; attention scores are not scaled.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Final
@@ -39,6 +40,7 @@ MODEL_TYPE: Final = "gemma4_text"
 
 _GLOBAL_HEAD_DIM: Final = 512
 _GLOBAL_ROPE: Final = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+_INDEX: Final = re.compile(r"[0-9]{1,5}")
 _EXPERT_KEYS: Final = ("num_experts", "top_k_experts", "moe_intermediate_size", "expert_intermediate_size")
 
 
@@ -169,16 +171,20 @@ def _head_shapes(
 
 
 def _overridden(overrides: ConfigReader, shapes: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    changed = []
-    for index, (kv_heads, head_dim) in enumerate(shapes):
-        if str(index) in overrides:
-            fields = read_section(overrides, str(index))
-            kv_heads = fields.integer("num_key_value_heads", high=MAX_HEADS, default=kv_heads)
-            head_dim = fields.integer("head_dim", high=MAX_WIDTH, default=head_dim)
-            fields.refuse_unread()
-        changed.append((kv_heads, head_dim))
-    overrides.refuse_unread()
-    return changed
+    """``shapes`` with those of single layers replaced; a key is a layer's index, zeros before it allowed."""
+    changed: dict[int, tuple[int, int]] = {}
+    for key in overrides:
+        index = int(key) if _INDEX.fullmatch(key) else len(shapes)
+        if index >= len(shapes) or index in changed:
+            raise overrides.unsupported(key, "no such layer, or one that is named twice")
+        fields = read_section(overrides, key)
+        kv_heads, head_dim = shapes[index]
+        changed[index] = (
+            fields.integer("num_key_value_heads", high=MAX_HEADS, default=kv_heads),
+            fields.integer("head_dim", high=MAX_WIDTH, default=head_dim),
+        )
+        fields.refuse_unread()
+    return [changed.get(index, shape) for index, shape in enumerate(shapes)]
 
 
 def _preset(

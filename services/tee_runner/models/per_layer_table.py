@@ -20,6 +20,7 @@ from tee_runner.decoder.weights import Float32
 from tee_runner.errors import InvalidRequestError, ModelError
 
 _PEAK: Final = np.float32(127.0)
+_TINY: Final = np.finfo(np.float32).tiny
 # Elements quantised at a time: the float32 block stays within a core's cache.
 _BLOCK: Final = 1 << 18
 
@@ -76,6 +77,7 @@ class PerLayerTable:
         scales = np.abs(parts).max(axis=2) / _PEAK
         if not np.isfinite(scales).all():
             raise ModelError(f"Tensor {name!r} holds values that are not finite.")
+        scales[scales < _TINY] = 0.0  # their reciprocals would overflow
         self._scales[first : first + len(block)] = scales
         inverse = np.divide(np.float32(1.0), scales, out=np.zeros_like(scales), where=scales > 0.0)
         quantised = np.rint(parts * inverse[:, :, None])
