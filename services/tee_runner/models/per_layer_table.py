@@ -48,10 +48,13 @@ class PerLayerTable:
         # Embedding modules of this family multiply by the root of their width.
         self._gain = np.float32(math.sqrt(self.width))
         step = max(1, _BLOCK // total)
+        block, scratch = np.empty((2, step, total), dtype=np.float32)
         for first in range(0, self.vocab, step):
-            self._quantise(first, np.asarray(source[first : first + step], dtype=np.float32), name)
+            count = min(step, self.vocab - first)
+            np.copyto(block[:count], source[first : first + count], casting="same_kind")
+            self._quantise(first, block[:count], scratch[:count], name)
             if progress is not None:
-                progress(min(first + step, self.vocab) * total, self.vocab * total)
+                progress((first + count) * total, self.vocab * total)
         self._values.flags.writeable = False
         self._scales.flags.writeable = False
 
@@ -72,16 +75,17 @@ class PerLayerTable:
         rows *= (self._scales[ids] * self._gain)[:, :, None]
         return rows
 
-    def _quantise(self, first: int, block: Float32, name: str) -> None:
-        parts = block.reshape(len(block), self.layers, self.width)
-        scales = np.abs(parts).max(axis=2) / _PEAK
+    def _quantise(self, first: int, block: Float32, scratch: Float32, name: str) -> None:
+        """Rows ``first ..`` from ``block`` ``(n, layers·width)``, in buffers that stay in the cache."""
+        parts, work = (held.reshape(len(block), self.layers, self.width) for held in (block, scratch))
+        scales = np.abs(parts, out=work).max(axis=2) / _PEAK
         if not np.isfinite(scales).all():
             raise ModelError(f"Tensor {name!r} holds values that are not finite.")
         scales[scales < _TINY] = 0.0  # their reciprocals would overflow
         self._scales[first : first + len(block)] = scales
         inverse = np.divide(np.float32(1.0), scales, out=np.zeros_like(scales), where=scales > 0.0)
-        quantised = np.rint(parts * inverse[:, :, None])
-        self._values[first : first + len(block)] = quantised.reshape(block.shape)
+        np.multiply(parts, inverse[:, :, None], out=work)
+        self._values[first : first + len(block)] = np.rint(scratch, out=scratch)
 
 
 def _private(nbytes: int) -> NDArray[np.int8]:

@@ -151,8 +151,10 @@ class SmallModel:
         handles = LinearHandles(handles=self.linears)
         return Decoder(self.ours.config, self.ours.weights, handles, max_len=MAX_LEN)
 
-    def cache(self, slots: int = 4, dtype: KvDtype = "float32") -> KvCache:
-        return KvCache(self.ours.config, slots=slots, max_len=MAX_LEN, dtype=dtype)
+    def cache(self, slots: int = 4, dtype: KvDtype = "float32", longest_chunk: int | None = None) -> KvCache:
+        return KvCache(
+            self.ours.config, slots=slots, max_len=MAX_LEN, dtype=dtype, longest_chunk=longest_chunk
+        )
 
     def session(self) -> ForwardSession:
         return ExactSession(self.exact)
@@ -200,6 +202,7 @@ def make(name: str, gain: float, directory: Path) -> SmallModel:
             _finish_gemma(theirs, keep=(8 * 0.02 * gain) ** 2)
     theirs.save_pretrained(directory)
     vocab = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocab |= {f"<{i}>": i for i in range(len(vocab), VOCAB)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
