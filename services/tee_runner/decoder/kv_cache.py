@@ -47,8 +47,9 @@ def layer_shapes(
     layers = [config.layer(index) for index in range(config.num_layers)]
     windows: dict[int, int | None] = {}
     for index, layer in enumerate(layers):
-        source = index if layer.kv_source is None else layer.kv_source
-        if source != index:
+        source = index
+        if layer.kv_source is not None:
+            source = layer.kv_source
             _check_source(layers, index, source)
         reach = windows.get(source, 0)
         windows[source] = None if layer.window is None or reach is None else max(reach, layer.window)
@@ -67,7 +68,7 @@ def layer_shapes(
 
 def _check_source(layers: list[LayerConfig], index: int, source: int) -> None:
     layer, origin = layers[index], layers[source]
-    if source > index or origin.kv_source is not None:
+    if source >= index or origin.kv_source is not None:
         raise ValueError(f"layer {index} reads the keys of layer {source}, which has none by then")
     if (layer.num_kv_heads, layer.head_dim) != (origin.num_kv_heads, origin.head_dim):
         raise ValueError(f"layer {index} reads the keys of layer {source}, whose heads differ")
