@@ -13,7 +13,7 @@ from tee_runner.models.config_fields import ConfigReader, shown
 _FAMILIES: Final[Mapping[str, tuple[str, Callable[[ConfigReader], DecoderConfig]]]] = {
     family.ARCHITECTURE: (family.MODEL_TYPE, family.read_config)
     for family in (gemma3, gemma4, llama, mistral, qwen2, qwen3)
-}
+} | {gemma4.MULTIMODAL_ARCHITECTURE: (gemma4.MULTIMODAL_TYPE, gemma4.read_multimodal_config)}
 
 
 def parse_config(values: Mapping[str, Any]) -> DecoderConfig:

@@ -34,9 +34,13 @@ from tee_runner.models.gemma import (
     read_ropes,
     read_softcap,
 )
+from tee_runner.models.multimodal import read_text_section
 
 ARCHITECTURE: Final = "Gemma4ForCausalLM"
 MODEL_TYPE: Final = "gemma4_text"
+# Published checkpoints: the text model beside encoders for images and sound.
+MULTIMODAL_ARCHITECTURE: Final = "Gemma4ForConditionalGeneration"
+MULTIMODAL_TYPE: Final = "gemma4"
 
 _GLOBAL_HEAD_DIM: Final = 512
 _GLOBAL_ROPE: Final = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
@@ -82,6 +86,11 @@ def read_config(reader: ConfigReader) -> DecoderConfig:
         per_layer_input_width=width,
         per_layer_vocab_size=ple_vocab if width else 0,
     )
+
+
+def read_multimodal_config(reader: ConfigReader) -> DecoderConfig:
+    """The decoder configuration of the text part of a multimodal Gemma 4. Raises as :func:`read_config`."""
+    return read_text_section(reader, MODEL_TYPE, read_config)
 
 
 def _refuse_experts(reader: ConfigReader) -> None:

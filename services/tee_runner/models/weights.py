@@ -20,8 +20,8 @@ from tee_runner.decoder.weights import (
     PleWeights,
 )
 from tee_runner.errors import InvalidRequestError, ModelError, UnsupportedModelError
-from tee_runner.models.checkpoint import Checkpoint
 from tee_runner.models.half import to_float16
+from tee_runner.models.multimodal import Tensors, text_part
 from tee_runner.models.per_layer_table import PerLayerTable
 from tee_runner.models.progress import Progress, no_progress
 
@@ -100,14 +100,16 @@ def _qkv_parts(layer: LayerConfig) -> tuple[str, ...]:
 
 
 def load_weights(
-    checkpoint: Checkpoint, config: DecoderConfig, *, progress: Progress = no_progress
+    checkpoint: Tensors, config: DecoderConfig, *, progress: Progress = no_progress
 ) -> DecoderWeights:
     """The weights of ``config`` from ``checkpoint``; linear weights and the embedding stay on disk.
 
+    Of a multimodal checkpoint only the text part is looked at.
     ``progress`` is told the stage ``per-layer table`` in elements, for models that have one.
     Raises ``ModelError`` for a tensor that is missing, misshapen or not finite, and
     ``UnsupportedModelError`` for one that is not expected.
     """
+    checkpoint = text_part(checkpoint)
     _check_tensors(checkpoint, config)
     layers = tuple(_layer(checkpoint, config, i) for i in range(config.num_layers))
     head = _EMBEDDING if config.tie_word_embeddings else _HEAD
@@ -120,7 +122,7 @@ def load_weights(
     )
 
 
-def _check_tensors(checkpoint: Checkpoint, config: DecoderConfig) -> None:
+def _check_tensors(checkpoint: Tensors, config: DecoderConfig) -> None:
     expected = expected_tensors(config)
     for name, shape in expected.items():
         found = checkpoint.entry(name).shape
@@ -136,7 +138,7 @@ def _check_tensors(checkpoint: Checkpoint, config: DecoderConfig) -> None:
         raise UnsupportedModelError(f"The checkpoint holds the unexpected tensor {name!r}.")
 
 
-def _same_tensor(checkpoint: Checkpoint, left: str, right: str) -> bool:
+def _same_tensor(checkpoint: Tensors, left: str, right: str) -> bool:
     a, b = checkpoint.entry(left), checkpoint.entry(right)
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
@@ -149,7 +151,7 @@ def _reads_other_keys(config: DecoderConfig, index: int) -> bool:
     return index < config.num_layers and config.layer(index).kv_source is not None
 
 
-def _layer(checkpoint: Checkpoint, config: DecoderConfig, index: int) -> LayerWeights:
+def _layer(checkpoint: Tensors, config: DecoderConfig, index: int) -> LayerWeights:
     prefix = f"model.layers.{index}."
     layer, hidden = config.layer(index), config.hidden_size
     qkv = [f"{prefix}self_attn.{part}_proj" for part in _qkv_parts(layer)]
@@ -191,7 +193,7 @@ def _layer(checkpoint: Checkpoint, config: DecoderConfig, index: int) -> LayerWe
     )
 
 
-def _layer_ple(checkpoint: Checkpoint, config: DecoderConfig, prefix: str) -> LayerPle:
+def _layer_ple(checkpoint: Tensors, config: DecoderConfig, prefix: str) -> LayerPle:
     return LayerPle(
         gate=_vector(checkpoint, prefix + "per_layer_input_gate.weight"),
         projection=_vector(checkpoint, prefix + "per_layer_projection.weight"),
@@ -199,7 +201,7 @@ def _layer_ple(checkpoint: Checkpoint, config: DecoderConfig, prefix: str) -> La
     )
 
 
-def _ple(checkpoint: Checkpoint, config: DecoderConfig, progress: Progress) -> PleWeights:
+def _ple(checkpoint: Tensors, config: DecoderConfig, progress: Progress) -> PleWeights:
     table = PerLayerTable(
         checkpoint.array(_PLE_TABLE),
         layers=config.num_layers,
@@ -211,14 +213,14 @@ def _ple(checkpoint: Checkpoint, config: DecoderConfig, progress: Progress) -> P
     return PleWeights(gather=table.gather, projection=projection, norm=_norm(checkpoint, config, _PLE_NORM))
 
 
-def _norm(checkpoint: Checkpoint, config: DecoderConfig, name: str) -> Float32:
+def _norm(checkpoint: Tensors, config: DecoderConfig, name: str) -> Float32:
     weight = _vector(checkpoint, name)
     if config.norm_offset:
         weight += np.float32(config.norm_offset)
     return weight
 
 
-def _vector(checkpoint: Checkpoint, name: str) -> Float32:
+def _vector(checkpoint: Tensors, name: str) -> Float32:
     """A small tensor as a float32 array of its own."""
     values = checkpoint.array(name).astype(np.float32)
     if not np.isfinite(values).all():
@@ -226,7 +228,7 @@ def _vector(checkpoint: Checkpoint, name: str) -> Float32:
     return values
 
 
-def _linear(checkpoint: Checkpoint, name: str, d_in: int, tensors: list[str]) -> LinearSpec:
+def _linear(checkpoint: Tensors, name: str, d_in: int, tensors: list[str]) -> LinearSpec:
     """One weight whose rows are those of ``tensors``, one after the other."""
     d_out = sum(checkpoint.entry(tensor).shape[0] for tensor in tensors)
 
@@ -242,7 +244,7 @@ def _linear(checkpoint: Checkpoint, name: str, d_in: int, tensors: list[str]) ->
     return LinearSpec(name=name, d_in=d_in, d_out=d_out, load=load)
 
 
-def _embedding(checkpoint: Checkpoint, config: DecoderConfig) -> Callable[[NDArray[np.int64]], Float32]:
+def _embedding(checkpoint: Tensors, config: DecoderConfig) -> Callable[[NDArray[np.int64]], Float32]:
     table = checkpoint.array(_EMBEDDING)
 
     def embed(ids: NDArray[np.int64]) -> Float32:
