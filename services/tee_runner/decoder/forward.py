@@ -46,7 +46,7 @@ class LinearHandles:
     handles: tuple[Linear, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
     """One layer, ready to run: its shape, its weights, and the worker's handles of them."""
 
@@ -128,15 +128,22 @@ class Decoder:
             if key not in tables:
                 tables[key] = rope_tables(shape.rope, shape.head_dim, max_len)
             scale = 1.0 / math.sqrt(shape.head_dim) if config.query_scale is None else config.query_scale
+            cosines, sines = tables[key]
             self._layers.append(
                 _Layer(
-                    index, shape, layer,
-                    *(bound(spec) for spec in (layer.qkv, layer.o, layer.gate_up, layer.down)),
-                    *tables[key],
-                    np.ones(shape.head_dim, dtype=np.float32) if config.value_norm else _EMPTY,
-                    np.float32(scale),
+                    index=index,
+                    shape=shape,
+                    weights=layer,
+                    qkv=bound(layer.qkv),
+                    o=bound(layer.o),
+                    gate_up=bound(layer.gate_up),
+                    down=bound(layer.down),
+                    cosines=cosines,
+                    sines=sines,
+                    v_norm=np.ones(shape.head_dim, dtype=np.float32) if config.value_norm else _EMPTY,
+                    scale=np.float32(scale),
                 )
-            )  # fmt: skip
+            )
         self._head = bound(weights.lm_head)
 
     def forward(self, batch: RaggedBatch, cache: KvCache, session: ForwardSession) -> Float32:

@@ -53,7 +53,8 @@ def _yarn(frequencies: NDArray[np.float64], scaling: YarnRopeScaling, theta: flo
     if low == high:
         high += 1e-3  # as the reference does, against a division by zero
     slow = np.clip((np.arange(half) - low) / (high - low), 0.0, 1.0)
-    return frequencies * (1.0 - slow + slow / scaling.factor)
+    scaled: NDArray[np.float64] = frequencies * (1.0 - slow + slow / scaling.factor)
+    return scaled
 
 
 def _angle_turning(turns: float, scaling: YarnRopeScaling, theta: float, half: int) -> float:
