@@ -37,7 +37,7 @@ def load_model(
 
     With ``preset``, its configuration must be that of the published model of this name. Linear
     weights and the embedding table stay memory-mapped; the rest is small and read here.
-    ``progress`` is told the stage ``identity`` in bytes.
+    ``progress`` is told the stages ``per-layer table`` (of models that have one) and ``identity``.
     Raises ``ModelError`` for anything missing or malformed and ``UnsupportedModelError`` for what
     the decoder does not implement.
     """
@@ -53,7 +53,7 @@ def load_model(
             f"The tokenizer has {tokenizer.vocab_size} ids, the embedding only {config.vocab_size} rows."
         )
     checkpoint = Checkpoint(directory)
-    weights = load_weights(checkpoint, config)
+    weights = load_weights(checkpoint, config, progress=progress or no_progress)
     identity = compute_identity(
         directory,
         values=values,
