@@ -19,6 +19,7 @@ from tee_runner.decoder.kernels import rms_norm
 from tee_runner.decoder.kv_cache import KvCache
 from tee_runner.decoder.rope import rope_tables
 from tee_runner.decoder.weights import DecoderWeights, LayerWeights, LinearSpec
+from tee_runner.errors import UnsupportedModelError
 from tee_runner.protection.base import Float32, ForwardSession, Linear
 
 _OPS: tuple[Op, ...] = ("qkv", "o", "gate_up", "down")
@@ -26,6 +27,7 @@ Place = tuple[int, Op]
 # Candidates of one batched step: bounds the memory of a step over the full vocabulary.
 _STEP_ROWS = 4096
 _EMPTY = np.empty(0, dtype=np.float32)
+_NO_SCALES = np.empty((0, 0, 0), dtype=np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +258,11 @@ class PublicModel:
 
     def _step(self, prefix: Prefix, tokens: NDArray[np.int64], wanted: set[Place], deepest: int) -> Step:
         config, weights = self.config, self._float_weights
+        if config.layers:
+            raise UnsupportedModelError(
+                f"Attacks cannot step through {config.family}: its layers are not alike.",
+                remedy="Attack a Llama, Mistral, Qwen2 or Qwen3 model.",
+            )
         epsilon = np.float32(config.rms_norm_eps)
         rows = self.embedding[tokens]
         normed = np.empty_like(rows)
@@ -314,10 +321,11 @@ class PublicModel:
         key = np.empty((count, 1, config.kv_dim), dtype=np.float32)
         value = np.empty_like(key)
         kernels.qkv_to_cache(
-            qkv, queries, key, value, np.arange(count), np.zeros(count, dtype=np.int64), cosines, sines,
+            qkv, queries, key, value, _NO_SCALES, _NO_SCALES, np.arange(count),
+            np.zeros(count, dtype=np.int64), cosines, sines,
             _EMPTY if layer.q_norm is None else layer.q_norm,
             _EMPTY if layer.k_norm is None else layer.k_norm,
-            np.float32(config.rms_norm_eps), np.float32(1.0 / np.sqrt(depth)),
+            _EMPTY, np.float32(config.rms_norm_eps), np.float32(1.0 / np.sqrt(depth)),
         )  # fmt: skip
         q = queries.reshape(count, heads, group, depth)
         own_keys, own_values = key.reshape(count, heads, depth), value.reshape(count, heads, depth)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gelo_cli.console import err, out, reported_errors
+from gelo_cli.console import CliError, err, out, reported_errors
 from gelo_cli.options import (
     AllowPlainOption,
     AllowSimulatedOption,
@@ -23,6 +23,10 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the text as it is, without chat template.")
     ] = False,
+    thinking: Annotated[
+        bool | None,
+        typer.Option(help="Let a model that can reason first do so, or not. Default: the template's own."),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1)] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
@@ -39,13 +43,13 @@ def generate(
     """Verify a service, then stream its answer. No byte of the prompt is sent before it is verified."""
     from gelo_cli.policies import policy_from
 
-    body = request_body(prompt, system=system, raw=raw)
-    body |= {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-    if seed is not None:
-        body["seed"] = seed
-    if stop:
-        body["stop"] = stop
     with reported_errors():
+        body = request_body(prompt, system=system, raw=raw, thinking=thinking)
+        body |= {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+        if seed is not None:
+            body["seed"] = seed
+        if stop:
+            body["stop"] = stop
         policy = policy_from(
             allow_simulated=allow_simulated, allow_plain=allow_plain,
             model_identity=model_identity, measurements=measurement, policy_file=policy_file,
@@ -55,12 +59,23 @@ def generate(
         err.print(timing_line(timing), highlight=False)
 
 
-def request_body(prompt: str, *, system: str | None = None, raw: bool = False) -> dict[str, Any]:
-    """The prompt part of a request."""
+def request_body(
+    prompt: str, *, system: str | None = None, raw: bool = False, thinking: bool | None = None
+) -> dict[str, Any]:
+    """The prompt part of a request.
+
+    Raises:
+        CliError: a raw prompt has no template that could let the model think.
+    """
     if raw:
+        if thinking is not None:
+            raise CliError("--thinking and --no-thinking need the chat template, which --raw leaves out.")
         return {"prompt": prompt}
     messages = [{"role": "system", "content": system}] if system else []
-    return {"messages": [*messages, {"role": "user", "content": prompt}]}
+    body: dict[str, Any] = {"messages": [*messages, {"role": "user", "content": prompt}]}
+    if thinking is not None:
+        body["chat_template_kwargs"] = {"enable_thinking": thinking}
+    return body
 
 
 def ask(url: str, policy: Any, body: dict[str, Any], *, quiet: bool) -> Any:
@@ -69,7 +84,6 @@ def ask(url: str, policy: Any, body: dict[str, Any], *, quiet: bool) -> Any:
 
     from attestation.client import RaTlsTransport
     from gelo_cli.client import Timing, stream
-    from gelo_cli.console import CliError
     from gelo_cli.policies import verdict_table
 
     timing = Timing()

@@ -39,6 +39,7 @@ class KvChoice(StrEnum):
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
+    INT8 = "int8"
 
 
 class EvidenceChoice(StrEnum):
@@ -73,7 +74,14 @@ EngineOption = Annotated[
 TransportOption = Annotated[
     TransportChoice, typer.Option(help="slab: shared memory on one host. grpc: any topology. auto picks.")
 ]
-KvOption = Annotated[KvChoice, typer.Option("--kv-dtype", help="Element type of the KV cache.")]
+KvOption = Annotated[
+    KvChoice,
+    typer.Option(
+        "--kv-dtype",
+        help="Element type of the KV cache. bfloat16 takes a half, int8 (one scale per head and position) "
+        "about a quarter of float32; docs/models.md states their accuracy.",
+    ),
+]
 DecodeMaskOption = Annotated[
     DecodeMaskChoice,
     typer.Option(help="One secret mask per decoding sequence, or one shared by all that decode in a step."),

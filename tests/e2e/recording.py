@@ -128,7 +128,7 @@ def leaks(recording: Recording, secrets: Secrets) -> list[str]:
         ]
     for index, result in enumerate(recording.head_results):
         rows = [logits for logits in secrets.logits if len(logits) == result.shape[1]]
-        if rows and _cosines(result, np.stack(rows)).max() > cosine_bound(1):
+        if rows and cosines(result, np.stack(rows)).max() > cosine_bound(1):
             found.append(f"result {index} of lm_head: parallel to a logits row")
     found += _in_bytes(list(recording.blobs()), secrets)
     return found
@@ -167,7 +167,7 @@ def _in_clear(operand: NDArray[np.float16], rows: Float32) -> Iterator[str]:
     n, d = rows.shape
     scaled = rows.astype(np.float64) / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-30)
     seen = operand.astype(np.float64)
-    cosine = _cosines(operand, rows).max()
+    cosine = cosines(operand, rows).max()
     if cosine > cosine_bound(n):
         yield "a row is parallel to a plaintext row"
     if n < d:
@@ -177,7 +177,8 @@ def _in_clear(operand: NDArray[np.float16], rows: Float32) -> Iterator[str]:
             yield "it lies in the span of the plaintext rows"
 
 
-def _cosines(left: NDArray[np.generic], right: NDArray[np.generic]) -> NDArray[np.float64]:
+def cosines(left: NDArray[np.generic], right: NDArray[np.generic]) -> NDArray[np.float64]:
+    """Absolute cosines between the rows of ``left`` and those of ``right``."""
     a, b = left.astype(np.float64), right.astype(np.float64)
     a /= np.maximum(np.linalg.norm(a, axis=1, keepdims=True), 1e-30)
     b /= np.maximum(np.linalg.norm(b, axis=1, keepdims=True), 1e-30)
@@ -293,14 +294,24 @@ def _row_patterns(rows: Iterable[Float32], window: _Window) -> list[bytes]:
     return patterns
 
 
+def rows_in_bytes(blobs: Sequence[tuple[str, bytes]], named: dict[str, Sequence[Float32]]) -> Iterator[str]:
+    """Sources in which a row of ``named`` occurs as float16 or float32, times any power of two."""
+    for window, kind in ((_HALF, "float16"), (_FLOAT, "float32")):
+        patterns = {f"{name} as {kind}": _row_patterns(rows, window) for name, rows in named.items()}
+        yield from _search(blobs, window, patterns)
+
+
+def int8_rows_in_bytes(
+    blobs: Sequence[tuple[str, bytes]], name: str, rows: Iterable[NDArray[np.int8]]
+) -> Iterator[str]:
+    """Sources in which 8 consecutive elements of one of ``rows`` occur as they are."""
+    pieces = [piece for row in rows for piece in _pieces(row.tobytes(), _TEXT) if any(piece)]
+    yield from _search(blobs, _TEXT, {name: pieces})
+
+
 def _in_bytes(blobs: Sequence[tuple[str, bytes]], secrets: Secrets) -> Iterator[str]:
     activations = [row for offload in secrets.offloads for row in offload.rows]
-    for window, kind in ((_HALF, "float16"), (_FLOAT, "float32")):
-        patterns = {
-            f"an activation row as {kind}": _row_patterns(activations, window),
-            f"a logits row as {kind}": _row_patterns(secrets.logits, window),
-        }
-        yield from _search(blobs, window, patterns)
+    yield from rows_in_bytes(blobs, {"an activation row": activations, "a logits row": secrets.logits})
     # A pair with a 0 is no evidence: it reads as one 64-bit number.
     pairs = [pair for pair in pairwise(secrets.tokens) if all(pair)]
     for window, dtype in ((_IDS32, "<i4"), (_IDS64, "<i8")):

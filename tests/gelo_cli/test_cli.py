@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gelo_cli.generate import request_body
 from gelo_cli.processes import started
 from gelo_cli.up import serve_arguments
 
@@ -68,6 +69,17 @@ def test_generate_streams_a_verified_answer(url: str) -> None:
     assert "SIMULATED" in result.stderr
     assert "gelo-hd3" in result.stderr
     assert "TTFT" in result.stderr
+
+
+def test_thinking_is_a_template_input() -> None:
+    assert "chat_template_kwargs" not in request_body("Hi")
+    for thinking in (True, False):
+        body = request_body("Hi", system="Be brief.", thinking=thinking)
+        assert body["chat_template_kwargs"] == {"enable_thinking": thinking}
+        assert [message["role"] for message in body["messages"]] == ["system", "user"]
+    refused = gelo("generate", "https://127.0.0.1:1", "Hi", "--raw", "--no-thinking")
+    assert refused.returncode != 0
+    assert "--raw" in refused.stderr
 
 
 def test_plain_is_refused_unless_asked_for_and_a_seed_repeats_its_answer(smollm2_dir: Path) -> None:

@@ -57,7 +57,8 @@ def _to_engine(body: GenerateRequest, scheduler: Scheduler) -> GenerationRequest
     tokenizer = scheduler.runtime.model.tokenizer
     if body.messages is not None:
         messages = [{"role": m.role, "content": m.content} for m in body.messages]
-        ids = tokenizer.encode(tokenizer.apply_chat_template(messages))
+        text = tokenizer.apply_chat_template(messages, variables=body.chat_template_kwargs)
+        ids = tokenizer.encode(text)
     else:
         ids = tokenizer.encode(body.prompt or "", add_special_tokens=True)
     return GenerationRequest(

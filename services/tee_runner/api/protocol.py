@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -10,6 +11,11 @@ MAX_TEXT_CHARS = 4_000_000
 MAX_MESSAGES = 1_000
 
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
+
+_TEMPLATE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_MAX_TEMPLATE_TEXT = 1024
+# What the service itself gives to a template.
+_TEMPLATE_INPUTS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
 class Message(BaseModel):
@@ -35,11 +41,25 @@ class GenerateRequest(BaseModel):
     seed: int | None = Field(default=None, ge=0, lt=1 << 64)
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
     stream: bool = False
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=16)] = Field(
+        default_factory=dict,
+        description="inputs of the chat template, such as enable_thinking: booleans, numbers, short strings",
+    )
 
     @model_validator(mode="after")
     def _one_input(self) -> GenerateRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give exactly one of prompt and messages")
+        if self.chat_template_kwargs and self.messages is None:
+            raise ValueError("chat_template_kwargs go with messages")
+        # Checked here and not by type: an error of pydantic's would repeat the name.
+        for name, value in self.chat_template_kwargs.items():
+            if not _TEMPLATE_NAME.fullmatch(name) or name in _TEMPLATE_INPUTS or name.endswith("_token"):
+                raise ValueError("chat_template_kwargs have a name that is malformed or taken")
+            if type(value) not in (bool, int, float, str, type(None)) or len(str(value)) > _MAX_TEMPLATE_TEXT:
+                raise ValueError(
+                    "chat_template_kwargs have a value that is not a boolean, number or short string"
+                )
         return self
 
     def stops(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The row-wise steps between offloads: norms, RoPE and cache writes, SwiGLU.
+"""The row-wise steps between offloads: norms, RoPE and cache writes, gated activations.
 
 Each comes as a function over a range of rows, run on the calling thread for a decode step and
 on all threads for a prefill.
@@ -6,17 +6,20 @@ on all threads for a prefill.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numba
 import numpy as np
-from numba import types
-from numba.extending import overload
 
-from tee_runner.vector import bits_from_float, exp
+from tee_runner.decoder.kv_elements import store_head
+from tee_runner.vector import exp, tanh
 
 _ONE = np.float32(1.0)
 _ZERO = np.float32(0.0)
+# gelu_tanh(x) = x·σ(2·√(2/π)·(x + 0.044715·x³)) (Hendrycks & Gimpel 2016), the doubled factor.
+_GELU = np.float32(2.0 * math.sqrt(2.0 / math.pi))
+_GELU_CUBIC = np.float32(0.044715)
 # Rows from which all threads are used.
 PARALLEL_ROWS = 16
 
@@ -82,24 +85,101 @@ def swiglu_parallel(gate_up: Any, out: Any) -> None:
         _swiglu_row(gate_up[i], out[i])
 
 
-def _narrow(cache, value):  # type: ignore[no-untyped-def]
-    """A float32 as an element of ``cache``: itself, or bfloat16 bits rounded to nearest even."""
-    raise TypeError("only inside compiled code")
+@numba.njit(nogil=True, cache=True, inline="always")
+def _gelu_tanh(x: Any) -> Any:
+    return x / (_ONE + exp(-_GELU * x * (_ONE + _GELU_CUBIC * x * x)))
 
 
-@overload(_narrow, inline="always")
-def _narrow_overload(cache, value):  # type: ignore[no-untyped-def]  # numba compares signatures
-    if cache.dtype == types.float32:
-        return lambda cache, value: value
-    if cache.dtype == types.uint16:
+@numba.njit(nogil=True, cache=True)
+def _gated_gelu_row(gate: Any, other: Any, out: Any) -> None:
+    for c in range(out.shape[0]):
+        out[c] = _gelu_tanh(gate[c]) * other[c]
 
-        def narrow(cache, value):  # type: ignore[no-untyped-def]
-            bits = bits_from_float(value)
-            bits += np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-            return np.uint16(bits >> np.uint32(16))
 
-        return narrow
-    return None
+@numba.njit(nogil=True, cache=True)
+def geglu(gate_up: Any, out: Any) -> None:
+    """GeGLU (Shazeer 2020), tanh form: ``out`` (n, d) = gelu_tanh(gate)·up, laid out as in :func:`swiglu`."""
+    width = out.shape[1]
+    for i in range(out.shape[0]):
+        _gated_gelu_row(gate_up[i, :width], gate_up[i, width:], out[i])
+
+
+@numba.njit(nogil=True, cache=True, parallel=True)
+def geglu_parallel(gate_up: Any, out: Any) -> None:
+    """:func:`geglu` on all threads."""
+    width = out.shape[1]
+    for i in numba.prange(out.shape[0]):
+        _gated_gelu_row(gate_up[i, :width], gate_up[i, width:], out[i])
+
+
+@numba.njit(nogil=True, cache=True)
+def gelu_times(gate: Any, other: Any, out: Any) -> None:
+    """``out = gelu_tanh(gate)·other``, all ``(n, d)`` f32."""
+    for i in range(out.shape[0]):
+        _gated_gelu_row(gate[i], other[i], out[i])
+
+
+@numba.njit(nogil=True, cache=True)
+def softcap(rows: Any, cap: Any) -> None:
+    """``rows = cap·tanh(rows / cap)`` in place: bounds logits to ±cap."""
+    inverse = _ONE / cap
+    for i in range(rows.shape[0]):
+        for c in range(rows.shape[1]):
+            rows[i, c] = cap * tanh(rows[i, c] * inverse)
+
+
+@numba.njit(nogil=True, cache=True)
+def scale(rows: Any, factor: Any) -> None:
+    """``rows *= factor``."""
+    for i in range(rows.shape[0]):
+        for c in range(rows.shape[1]):
+            rows[i, c] *= factor
+
+
+@numba.njit(nogil=True, cache=True)
+def add_normed(
+    rows: Any, delta: Any, post_norm: Any, factor: Any, norm: Any, epsilon: Any, out: Any
+) -> None:  # fmt: skip
+    """``rows = (rows + RMSNorm(delta))·factor``, then ``out = RMSNorm(rows)``.
+
+    ``post_norm`` ``(d,)`` is the inner norm's weight, ``norm`` the outer one's; an empty
+    ``post_norm`` adds ``delta`` as it is, an empty ``norm`` leaves ``out`` alone. ``delta`` is
+    used as scratch.
+    """
+    for i in range(rows.shape[0]):
+        if post_norm.shape[0]:
+            _normalise(delta[i], post_norm, epsilon, delta[i])
+        for c in range(rows.shape[1]):
+            rows[i, c] = (rows[i, c] + delta[i, c]) * factor
+        if norm.shape[0]:
+            _normalise(rows[i], norm, epsilon, out[i])
+
+
+@numba.njit(nogil=True, cache=True)
+def per_layer_inputs(
+    projected: Any, embedded: Any, norm: Any, projection_scale: Any, input_scale: Any, epsilon: Any,
+    out: Any,
+) -> None:  # fmt: skip
+    """What each layer's per-layer input is multiplied by.
+
+    Args:
+        projected: ``(n, layers·width)`` f32, the projection of the embedded rows; used as scratch.
+        embedded: ``(n, layers·width)`` f32, the tokens' own rows of the per-layer table.
+        norm: ``(width,)`` weight of the RMSNorm over each layer's part of the projection.
+        projection_scale: the projection is multiplied by it before the norm.
+        input_scale: the sum of both parts is multiplied by it.
+        out: ``(layers, n, width)`` f32.
+    """
+    width = norm.shape[0]
+    for i in range(projected.shape[0]):
+        for layer in range(out.shape[0]):
+            part = projected[i, layer * width : (layer + 1) * width]
+            token = embedded[i, layer * width : (layer + 1) * width]
+            for c in range(width):
+                part[c] *= projection_scale
+            _normalise(part, norm, epsilon, part)
+            for c in range(width):
+                out[layer, i, c] = (part[c] + token[c]) * input_scale
 
 
 @numba.njit(nogil=True, cache=True)
@@ -113,48 +193,49 @@ def _rotate(head: Any, cosines: Any, sines: Any, scale: Any, out: Any) -> None:
 
 
 @numba.njit(nogil=True, cache=True)
-def _qkv_row(
-    row: Any, queries: Any, keys: Any, values: Any, cosines: Any, sines: Any, q_norm: Any,
-    k_norm: Any, epsilon: Any, scale: Any, scratch: Any,
-) -> None:  # fmt: skip
-    depth = scratch.shape[0]
-    q_dim = queries.shape[0]
-    kv_dim = keys.shape[0]
-    for start in range(0, q_dim, depth):
-        head = row[start : start + depth]
-        if q_norm.shape[0]:
-            _normalise(head, q_norm, epsilon, head)
-        _rotate(head, cosines, sines, scale, queries[start : start + depth])
-    for start in range(0, kv_dim, depth):
-        head = row[q_dim + start : q_dim + start + depth]
-        if k_norm.shape[0]:
-            _normalise(head, k_norm, epsilon, head)
-        _rotate(head, cosines, sines, _ONE, scratch)
-        for c in range(depth):
-            keys[start + c] = _narrow(keys, scratch[c])
-    for c in range(kv_dim):
-        values[c] = _narrow(values, row[q_dim + kv_dim + c])
-
-
-@numba.njit(nogil=True, cache=True)
 def qkv_to_cache(
-    qkv: Any, queries: Any, keys: Any, values: Any, slots: Any, positions: Any, cosines: Any,
-    sines: Any, q_norm: Any, k_norm: Any, epsilon: Any, scale: Any,
+    qkv: Any, queries: Any, keys: Any, values: Any, key_scales: Any, value_scales: Any, slots: Any,
+    positions: Any, cosines: Any, sines: Any, q_norm: Any, k_norm: Any, v_norm: Any, epsilon: Any,
+    scale: Any,
 ) -> None:  # fmt: skip
     """Split merged projections, normalise heads, rotate, scale queries, append keys and values.
 
     Args:
-        qkv: ``(n, q_dim + 2·kv_dim)`` f32; used as scratch.
+        qkv: ``(n, q_dim + 2·kv_dim)`` f32, used as scratch; or ``(n, q_dim + kv_dim)`` where keys
+            and values share a projection, or ``(n, q_dim)`` for a layer that appends nothing.
         queries: ``(n, q_dim)`` f32, written times ``scale``.
-        keys: the layer's cache ``(slots, max_len, kv_dim)``; likewise ``values``.
+        keys: the layer's cache ``(slots, capacity, kv_dim)`` f32, bfloat16 bits or int8; likewise
+            ``values``. Position p lies at p modulo the capacity.
+        key_scales: ``(slots, capacity, kv_heads)`` f32 of an int8 cache, else unused; likewise
+            ``value_scales``.
         slots: ``(n,)`` int64 cache slot of each row; ``positions`` its position.
         cosines: RoPE table ``(max_len, head_dim / 2)``; likewise ``sines``.
-        q_norm: ``(head_dim,)``, or empty for models without QK-norm; likewise ``k_norm``.
+        q_norm: ``(head_dim,)``, or empty for models without a norm of the query heads; likewise
+            ``k_norm`` and ``v_norm``.
     """
-    scratch = np.empty(2 * cosines.shape[1], np.float32)
+    depth = 2 * cosines.shape[1]
+    scratch = np.empty(depth, np.float32)
+    q_dim = queries.shape[1]
+    kv_dim = 0 if qkv.shape[1] == q_dim else keys.shape[2]
+    value_start = qkv.shape[1] - kv_dim
     for i in range(qkv.shape[0]):
-        slot, position = slots[i], positions[i]
-        _qkv_row(
-            qkv[i], queries[i], keys[slot, position], values[slot, position], cosines[position],
-            sines[position], q_norm, k_norm, epsilon, scale, scratch,
-        )  # fmt: skip
+        row, slot, position = qkv[i], slots[i], positions[i]
+        place = position % keys.shape[1]
+        cosine, sine = cosines[position], sines[position]
+        for start in range(0, q_dim, depth):
+            head = row[start : start + depth]
+            if q_norm.shape[0]:
+                _normalise(head, q_norm, epsilon, head)
+            _rotate(head, cosine, sine, scale, queries[i, start : start + depth])
+        for h in range(kv_dim // depth):
+            # Values first: where both share a projection, keys are normalised in place.
+            value = row[value_start + h * depth : value_start + (h + 1) * depth]
+            if v_norm.shape[0]:
+                _normalise(value, v_norm, epsilon, scratch)
+                value = scratch
+            store_head(values, value_scales, slot, place, h, value)
+            key = row[q_dim + h * depth : q_dim + (h + 1) * depth]
+            if k_norm.shape[0]:
+                _normalise(key, k_norm, epsilon, key)
+            _rotate(key, cosine, sine, _ONE, scratch)
+            store_head(keys, key_scales, slot, place, h, scratch)

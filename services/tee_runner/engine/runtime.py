@@ -68,10 +68,15 @@ class Runtime:
         self._decoder = Decoder(
             model.config, model.weights, handles, max_len=self.max_len, profile=self.profile
         )
-        self.cache = KvCache(
-            model.config, slots=options.max_sequences, max_len=self.max_len, dtype=options.kv_dtype
-        )
         self.max_operand_rows = self.scheme.operand_rows([options.step_rows] + [1] * options.max_sequences)
+        # No pass has more rows of a sequence than an operand has rows.
+        self.cache = KvCache(
+            model.config,
+            slots=options.max_sequences,
+            max_len=self.max_len,
+            dtype=options.kv_dtype,
+            longest_chunk=max(self.max_operand_rows, self.head_rows),
+        )
         self._client = WorkerClient(options.worker, timeout=options.worker_timeout)
         self._protection: Protection | None = None
         self._finished = WireStats()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from tee_runner.errors import ModelError, UnsupportedModelError
@@ -76,11 +76,15 @@ class ConfigReader:
 
     def __init__(self, values: Mapping[str, Any], *, where: str = "config.json") -> None:
         self._values = values
-        self._where = where
+        self.where = where
         self._read: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
         return self._values.get(key) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        """Every key, in the order of the file."""
+        return iter(self._values)
 
     def has(self, key: str) -> bool:
         """Whether ``key`` is present, be it null."""
@@ -96,21 +100,21 @@ class ConfigReader:
         if value is not None:
             return value
         if default is None:
-            raise ModelError(f"{self._where} lacks the required key {key!r}.")
+            raise ModelError(f"{self.where} lacks the required key {key!r}.")
         return default
 
     def integer(self, key: str, *, high: int, low: int = 1, default: int | None = None) -> int:
         """The integer ``key`` within ``low..high``."""
         value = self._required(key, default)
         if type(value) is not int or not low <= value <= high:
-            raise ModelError(f"{self._where}: {key} = {shown(value)} is not an integer within {low}..{high}.")
+            raise ModelError(f"{self.where}: {key} = {shown(value)} is not an integer within {low}..{high}.")
         return value
 
     def number(self, key: str, *, low: float, high: float, default: float | None = None) -> float:
         """The finite number ``key`` within ``low..high``."""
         value = self._required(key, default)
         if type(value) not in (int, float) or not low <= value <= high or not math.isfinite(value):
-            raise ModelError(f"{self._where}: {key} = {shown(value)} is not a number within {low}..{high}.")
+            raise ModelError(f"{self.where}: {key} = {shown(value)} is not a number within {low}..{high}.")
         return float(value)
 
     def boolean(self, key: str, *, default: bool) -> bool:
@@ -119,7 +123,7 @@ class ConfigReader:
         if value is None:
             return default
         if type(value) is not bool:
-            raise ModelError(f"{self._where}: {key} = {shown(value)} is not a boolean.")
+            raise ModelError(f"{self.where}: {key} = {shown(value)} is not a boolean.")
         return value
 
     def expect(self, key: str, expected: str) -> None:
@@ -132,7 +136,7 @@ class ConfigReader:
         """The error that refuses ``key`` at its present value."""
         detail = f" ({hint})" if hint else ""
         return UnsupportedModelError(
-            f"{self._where}: {key} = {shown(self._values.get(key))} is not supported{detail}."
+            f"{self.where}: {key} = {shown(self._values.get(key))} is not supported{detail}."
         )
 
     def refuse_unread(self) -> None:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from tee_runner.decoder.config import LinearRopeScaling, Llama3RopeScaling, RopeConfig
+from tee_runner.decoder.config import (
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    ProportionalRope,
+    RopeConfig,
+    RopeScaling,
+    YarnRopeScaling,
+)
 from tee_runner.errors import ModelError
 from tee_runner.models.config_fields import (
     MAX_CONTEXT,
@@ -19,6 +27,7 @@ from tee_runner.models.config_fields import (
 )
 
 _MAX_FACTOR: Final = 1e6
+_MSCALES: Final = ("mscale", "mscale_all_dim")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +45,17 @@ class Dimensions:
     rms_norm_eps: float
 
 
-def read_dimensions(reader: ConfigReader, *, head_dim_required: bool = False) -> Dimensions:
-    """Sizes and epsilon, bounded and mutually consistent; the activation must be ``silu``.
+def read_dimensions(
+    reader: ConfigReader,
+    *,
+    head_dim_required: bool = False,
+    activation: tuple[str, str] = ("hidden_act", "silu"),
+) -> Dimensions:
+    """Sizes and epsilon, bounded and mutually consistent; ``activation`` is a key and its only value.
 
     Raises ``ModelError`` naming the key.
     """
-    reader.expect("hidden_act", "silu")
+    reader.expect(*activation)
     hidden = reader.integer("hidden_size", high=MAX_WIDTH)
     heads = reader.integer("num_attention_heads", high=MAX_HEADS)
     kv_heads = reader.integer("num_key_value_heads", high=MAX_HEADS, default=heads)
@@ -74,47 +88,62 @@ def read_dimensions(reader: ConfigReader, *, head_dim_required: bool = False) ->
 def read_rope(reader: ConfigReader, *, default_theta: float | None = None) -> RopeConfig:
     """The rotary embedding, from ``rope_parameters`` or from ``rope_theta`` and ``rope_scaling``.
 
-    Raises ``UnsupportedModelError`` for a type other than default, linear and llama3, and
+    Raises ``UnsupportedModelError`` for a type other than default, linear, llama3 and yarn, and
     ``ModelError`` for missing or contradictory values.
     """
     if "rope_parameters" in reader:
         if "rope_scaling" in reader:
             raise ModelError("config.json has both rope_parameters and rope_scaling.")
-        where, fields = "rope_parameters", _section(reader, "rope_parameters")
-        theta = _theta(fields, default_theta=default_theta)
-        if reader.value("rope_theta") is not None and _theta(reader) != theta:
+        fields = read_section(reader, "rope_parameters")
+        theta = read_theta(fields, default_theta=default_theta)
+        if reader.value("rope_theta") is not None and read_theta(reader) != theta:
             raise ModelError("config.json: rope_theta contradicts rope_parameters.")
     else:
-        theta = _theta(reader, default_theta=default_theta)
+        theta = read_theta(reader, default_theta=default_theta)
         if "rope_scaling" not in reader:
             return RopeConfig(theta=theta)
-        where, fields = "rope_scaling", _section(reader, "rope_scaling")
+        fields = read_section(reader, "rope_scaling")
+    return RopeConfig(theta=theta, scaling=read_rope_scaling(fields))
+
+
+def read_rope_scaling(fields: ConfigReader, *, proportional: bool = False) -> RopeScaling | None:
+    """The frequency scaling that a section describes, all of whose keys must be understood.
+
+    ``proportional`` allows the type of that name. Raises as :func:`read_rope`.
+    """
     key = "rope_type" if "rope_type" in fields else "type"
     kind = fields.value(key) or "default"
     if "rope_type" in fields and "type" in fields and fields.value("type") != kind:
-        raise ModelError(
-            f"config.json: {where} has two types, {shown(fields.value('type'))} and {shown(kind)}."
-        )
-    scaling: LinearRopeScaling | Llama3RopeScaling | None = None
+        raise ModelError(f"{fields.where} has two types, {shown(fields.value('type'))} and {shown(kind)}.")
+    scaling: RopeScaling | None = None
     if kind == "linear":
         scaling = LinearRopeScaling(factor=fields.number("factor", low=1.0, high=_MAX_FACTOR))
     elif kind == "llama3":
         scaling = _llama3(fields)
+    elif kind == "proportional" and proportional:
+        scaling = ProportionalRope(
+            partial_rotary_factor=fields.number("partial_rotary_factor", low=0.0, high=1.0, default=1.0),
+            factor=fields.number("factor", low=1.0, high=_MAX_FACTOR, default=1.0),
+        )
+    elif kind == "yarn":
+        scaling = _yarn(fields)
     elif kind != "default":
-        raise fields.unsupported(key, "default, linear and llama3 are")
+        raise fields.unsupported(key, "default, linear, llama3 and yarn are")
     fields.refuse_unread()
-    return RopeConfig(theta=theta, scaling=scaling)
+    return scaling
 
 
-def _section(reader: ConfigReader, key: str) -> ConfigReader:
+def read_section(reader: ConfigReader, key: str) -> ConfigReader:
+    """The object ``key`` within ``reader``. Raises ``ModelError`` when it is none."""
     value = reader.value(key)
     if not isinstance(value, Mapping):
-        raise ModelError(f"config.json: {key} = {shown(value)} is not an object.")
-    return ConfigReader(value, where=f"config.json {key}")
+        raise ModelError(f"{reader.where}: {key} = {shown(value)} is not an object.")
+    return ConfigReader(value, where=f"{reader.where} {key}")
 
 
-def _theta(fields: ConfigReader, *, default_theta: float | None = None) -> float:
-    return fields.number("rope_theta", low=1.0, high=1e12, default=default_theta)
+def read_theta(fields: ConfigReader, *, default_theta: float | None = None) -> float:
+    """The rotary base of a section. Raises ``ModelError`` when it is missing or out of bounds."""
+    return fields.number("rope_theta", low=1.01, high=1e12, default=default_theta)
 
 
 def _llama3(fields: ConfigReader) -> Llama3RopeScaling:
@@ -128,6 +157,35 @@ def _llama3(fields: ConfigReader) -> Llama3RopeScaling:
         high_freq_factor=high,
         original_max_position_embeddings=fields.integer("original_max_position_embeddings", high=MAX_CONTEXT),
     )
+
+
+def _yarn(fields: ConfigReader) -> YarnRopeScaling:
+    """YaRN with the defaults of transformers (``_compute_yarn_parameters``)."""
+    factor = fields.number("factor", low=1.0, high=_MAX_FACTOR)
+    fast = fields.number("beta_fast", low=1e-3, high=_MAX_FACTOR, default=32.0)
+    slow = fields.number("beta_slow", low=1e-3, high=_MAX_FACTOR, default=1.0)
+    if fast <= slow:
+        raise ModelError(f"config.json: beta_fast = {fast} does not exceed beta_slow = {slow}.")
+    mscales = [fields.number(key, low=0.0, high=100.0) if key in fields else 0.0 for key in _MSCALES]
+    if "attention_factor" in fields:
+        attention = fields.number("attention_factor", low=1e-3, high=100.0)
+    elif all(mscales):
+        attention = _yarn_attention(factor, mscales[0]) / _yarn_attention(factor, mscales[1])
+    else:
+        attention = _yarn_attention(factor)
+    return YarnRopeScaling(
+        factor=factor,
+        original_max_position_embeddings=fields.integer("original_max_position_embeddings", high=MAX_CONTEXT),
+        attention_factor=attention,
+        beta_fast=fast,
+        beta_slow=slow,
+        truncate=fields.boolean("truncate", default=True),
+    )
+
+
+def _yarn_attention(factor: float, mscale: float = 1.0) -> float:
+    """The attention factor of the YaRN paper, 0.1 · ln(factor) + 1 (equation 22), with its later weight."""
+    return 0.1 * mscale * math.log(factor) + 1.0
 
 
 def read_layer_windows(reader: ConfigReader, num_layers: int) -> tuple[int | None, ...]:

@@ -7,12 +7,13 @@ from typing import Any, Final
 
 from tee_runner.decoder.config import DecoderConfig
 from tee_runner.errors import ModelError, UnsupportedModelError
-from tee_runner.models import llama, mistral, qwen2, qwen3
+from tee_runner.models import gemma3, gemma4, llama, mistral, qwen2, qwen3
 from tee_runner.models.config_fields import ConfigReader, shown
 
 _FAMILIES: Final[Mapping[str, tuple[str, Callable[[ConfigReader], DecoderConfig]]]] = {
-    family.ARCHITECTURE: (family.MODEL_TYPE, family.read_config) for family in (llama, mistral, qwen2, qwen3)
-}
+    family.ARCHITECTURE: (family.MODEL_TYPE, family.read_config)
+    for family in (gemma3, gemma4, llama, mistral, qwen2, qwen3)
+} | {gemma4.MULTIMODAL_ARCHITECTURE: (gemma4.MULTIMODAL_TYPE, gemma4.read_multimodal_config)}
 
 
 def parse_config(values: Mapping[str, Any]) -> DecoderConfig:

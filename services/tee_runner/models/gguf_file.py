@@ -182,26 +182,35 @@ class GgufFile:
             tensors[entry.name] = GgufTensor(entry.name, entry.shape, entry.kind, start, entry.nbytes)
         return tensors
 
-    def read(self, name: str) -> NDArray[np.float32]:
-        """The tensor ``name``, dequantised: its row-major shape, float32.
+    def read(self, name: str, *, rows: slice | None = None) -> NDArray[np.float32]:
+        """The tensor ``name``, dequantised: its row-major shape, float32, writable.
 
-        Raises ``ModelError`` when there is no such tensor, and ``UnsupportedModelError`` for a
-        block format that cannot be dequantised.
+        ``rows`` takes a range of its first dimension only. Raises ``ModelError`` when there is no
+        such tensor, and ``UnsupportedModelError`` for a block format that cannot be dequantised.
         """
         tensor = self.tensors.get(name)
         if tensor is None:
             raise ModelError(f"The GGUF file has no tensor {name!r}.")
         raw = np.frombuffer(self._map, np.uint8, count=tensor.nbytes, offset=tensor.offset)
+        lines = math.prod(tensor.shape[:-1])  # a block never crosses from one line to the next
+        shape = tensor.shape
+        blocks = raw.reshape(lines, -1)
+        if rows is not None:
+            start, stop, _ = rows.indices(shape[0])
+            shape = (stop - start, *shape[1:])
+            if len(tensor.shape) == 1:
+                if shape != tensor.shape:
+                    raise ValueError("a vector is read whole")
+            else:
+                each = lines // tensor.shape[0]
+                blocks = blocks[start * each : stop * each]
         try:
-            values: NDArray[np.float32] = dequantize(
-                raw.reshape(math.prod(tensor.shape[:-1]), -1), tensor.kind
-            )
+            values = np.asarray(dequantize(blocks, tensor.kind))
         except NotImplementedError:
             raise UnsupportedModelError(
                 f"GGUF tensor {name!r} has the block format {tensor.kind.name}, which is not supported."
             ) from None
-        values = np.asarray(values).reshape(-1)
-        return np.ascontiguousarray(values.astype(np.float32, copy=False).reshape(tensor.shape))
+        return np.array(values.reshape(shape), np.float32)
 
 
 def _describe(name: str, shape: tuple[int, ...], kind: int, offset: int) -> GgufTensor:

@@ -94,6 +94,18 @@ class GgufMetadata:
             raise ModelError(f"GGUF {key} is not an array of strings.")
         return strings
 
+    def numbers(self, key: str) -> list[float]:
+        """The array of finite numbers ``key``."""
+        value = self._get(key)
+        if value is None:
+            raise ModelError(_MISSING.format(key))
+        if not isinstance(value, list):
+            raise ModelError(f"GGUF {key} is not an array of numbers.")
+        numbers = [float(item) for item in value if type(item) in (int, float)]
+        if len(numbers) != len(value) or not all(map(math.isfinite, numbers)):
+            raise ModelError(f"GGUF {key} is not an array of finite numbers.")
+        return numbers
+
     def integers(self, key: str) -> list[int]:
         """The array of integers ``key``."""
         value = self._get(key)

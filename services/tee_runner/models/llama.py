@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Final
+from typing import Any, Final
 
 from tee_runner.decoder.config import DecoderConfig
 from tee_runner.models.config_fields import ConfigReader
@@ -30,3 +31,23 @@ def read_config(reader: ConfigReader) -> DecoderConfig:
         mlp_bias=reader.boolean("mlp_bias", default=False),
         sliding_windows=(None,) * dimensions.num_layers,
     )
+
+
+# config.json of HuggingFaceTB/SmolLM2-135M-Instruct: what decides the computation.
+PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "smollm2-135m-instruct": {
+        "architectures": [ARCHITECTURE],
+        "model_type": MODEL_TYPE,
+        "num_hidden_layers": 30,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "hidden_act": "silu",
+        "vocab_size": 49_152,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100_000,
+        "tie_word_embeddings": True,
+    }
+}

@@ -12,6 +12,7 @@ from tee_runner.models.checkpoint import Checkpoint
 from tee_runner.models.families import parse_config
 from tee_runner.models.identity import compute_identity
 from tee_runner.models.json_file import read_json_object
+from tee_runner.models.presets import check_preset
 from tee_runner.models.progress import Progress, no_progress
 from tee_runner.models.tokenizer import Tokenizer
 from tee_runner.models.weights import load_weights
@@ -29,11 +30,14 @@ class LoadedModel:
     identity: bytes
 
 
-def load_model(directory: Path, *, progress: Progress | None = None) -> LoadedModel:
+def load_model(
+    directory: Path, *, preset: str | None = None, progress: Progress | None = None
+) -> LoadedModel:
     """The model in ``directory`` (Hugging Face layout).
 
-    Linear weights and the embedding table stay memory-mapped; the rest is small and read here.
-    ``progress`` is told the stage ``identity`` in bytes.
+    With ``preset``, its configuration must be that of the published model of this name. Linear
+    weights and the embedding table stay memory-mapped; the rest is small and read here.
+    ``progress`` is told the stages ``per-layer table`` (of models that have one) and ``identity``.
     Raises ``ModelError`` for anything missing or malformed and ``UnsupportedModelError`` for what
     the decoder does not implement.
     """
@@ -41,13 +45,15 @@ def load_model(directory: Path, *, progress: Progress | None = None) -> LoadedMo
         raise ModelError(f"There is no model directory {directory}.")
     values = read_json_object(directory / "config.json")
     config = parse_config(values)
+    if preset is not None:
+        check_preset(preset, config)
     tokenizer = Tokenizer(directory)
     if tokenizer.vocab_size > config.vocab_size:
         raise ModelError(
             f"The tokenizer has {tokenizer.vocab_size} ids, the embedding only {config.vocab_size} rows."
         )
     checkpoint = Checkpoint(directory)
-    weights = load_weights(checkpoint, config)
+    weights = load_weights(checkpoint, config, progress=progress or no_progress)
     identity = compute_identity(
         directory,
         values=values,

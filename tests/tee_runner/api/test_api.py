@@ -27,6 +27,8 @@ from tee_runner.errors import CapacityError, GeloError, WorkerUnavailableError
 from tee_runner.profile import Profile
 from tee_runner.worker.transport import WireStats
 
+USER = [{"role": "user", "content": "u"}]
+
 
 class FakeTokenizer:
     """One id per character."""
@@ -34,8 +36,9 @@ class FakeTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return [ord(character) for character in text]
 
-    def apply_chat_template(self, messages: list[dict[str, str]]) -> str:
-        return "".join(f"<{m['role']}>{m['content']}" for m in messages)
+    def apply_chat_template(self, messages: list[dict[str, str]], *, variables: dict[str, object]) -> str:
+        given = "".join(f"[{name}={value!r}]" for name, value in variables.items())
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + given
 
 
 @dataclass
@@ -160,6 +163,12 @@ def test_messages_go_through_the_chat_template(app: FastAPI, scheduler: FakeSche
     assert bytes(scheduler.requests[0].prompt).decode() == "<system>s<user>u"
 
 
+@pytest.mark.parametrize("thinking", [True, False])
+def test_template_inputs_reach_the_template(app: FastAPI, scheduler: FakeScheduler, thinking: bool) -> None:
+    post(app, {"messages": USER, "chat_template_kwargs": {"enable_thinking": thinking}})
+    assert bytes(scheduler.requests[0].prompt).decode() == f"<user>u[enable_thinking={thinking}]"
+
+
 def test_stream_has_one_event_per_token_and_a_final_one(app: FastAPI) -> None:
     response = post(app, {"prompt": "abc", "stream": True})
     assert response.headers["content-type"].startswith("text/event-stream")
@@ -198,6 +207,13 @@ def test_length_is_reported(app: FastAPI, scheduler: FakeScheduler) -> None:
         {"prompt": "a", "stop": ""},
         {"prompt": "a", "stop": ["x"] * 17},
         {"prompt": "a", "logit_bias": {}},
+        {"prompt": "a", "chat_template_kwargs": {"enable_thinking": False}},
+        {"messages": USER, "chat_template_kwargs": {"messages": "x"}},
+        {"messages": USER, "chat_template_kwargs": {"bos_token": "x"}},
+        {"messages": USER, "chat_template_kwargs": {"__class__": 1}},
+        {"messages": USER, "chat_template_kwargs": {"a": [1]}},
+        {"messages": USER, "chat_template_kwargs": {"a": "x" * 1025}},
+        {"messages": USER, "chat_template_kwargs": {f"a{i}": i for i in range(17)}},
         {"prompt": 5},
         [],
         None,
@@ -219,6 +235,8 @@ def test_an_error_does_not_repeat_the_prompt(app: FastAPI) -> None:
         {"prompt": secret, "max_tokens": 0},
         {"prompt": [secret]},
         {"prompt": "x", "stop": {secret: 1}},
+        {"messages": USER, "chat_template_kwargs": {secret: 1}},
+        {"messages": USER, "chat_template_kwargs": {"a": [secret]}},
     ):
         response = post(app, body)
         assert response.status_code == 400

