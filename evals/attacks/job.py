@@ -3,7 +3,7 @@
 python -m evals.attacks.job FD
 
 ``FD`` is a connection to :mod:`evals.attacks.pool`, which sends a :class:`Setup`, then one :class:`Task`
-after another, and takes the messages below. It ends when the connection does.
+after another. It ends when the connection does.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from evals.attacks.conditions import CONDITIONS, Condition, Place
 from evals.attacks.corpus import Corpus, corpus
 from evals.attacks.drivers import ATTACKS
 from evals.attacks.game import EACH, game_corpus
+from evals.attacks.messages import Attacked, Captured, Failed, Finished, Progressed, Setup, Task
 from evals.attacks.model import Attack, CorpusName, Report, Truth, View
 from evals.attacks.public import PublicModel
 from evals.attacks.results import CaptureRecord, Result, stored_outcome
@@ -42,71 +43,6 @@ _GAME_OFFLOADS: Final = 5
 # Results are functions of operands and public weights. They are kept, to check that, of so many prompts.
 _PROMPTS_WITH_RESULTS: Final = 64
 _REPORT_S: Final = 0.2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """What all tasks of a run have in common. ``source`` is the digest of the code, see :class:`Result`.
-
-    ``shared``: a directory in which processes keep what follows from public facts alone.
-    """
-
-    directory: Path
-    prompts: int
-    seed: int
-    source: str
-    shared: Path
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """The attacks of one condition that want one corpus."""
-
-    condition: str
-    corpus: CorpusName
-    attacks: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{self.condition}, {self.corpus}"
-
-
-@dataclass(frozen=True, slots=True)
-class Progressed:
-    """What is running, and the fraction of it that is done."""
-
-    current: str
-    fraction: float
-
-
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """The captures of a task are made."""
-
-    record: CaptureRecord
-
-
-@dataclass(frozen=True, slots=True)
-class Attacked:
-    """One attack is done, or raised."""
-
-    attack: str
-    result: Result
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A task is done."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """A task cannot be done."""
-
-    message: str
-    remedy: str
-
-
-Message = Progressed | Captured | Attacked | Finished | Failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,10 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Pipe, wait
 from typing import Final, cast
 
-from evals.attacks.job import Failed, Finished, Message, Progressed, Setup, Task
+from evals.attacks.messages import Failed, Finished, Message, Progressed, Setup, Task
 
 _ONE_THREAD: Final = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _STOP_TIMEOUT_S: Final = 30.0
@@ -36,7 +36,7 @@ class _Job:
     """One process, what it works at, and what it last said of it."""
 
     def __init__(self, setup: Setup, threads: int) -> None:
-        self.connection, theirs = cast("tuple[Connection, Connection]", Pipe())
+        self.connection, theirs = Pipe()
         environment = dict.fromkeys(_ONE_THREAD, "1") | {"NUMBA_NUM_THREADS": str(threads)}
         command = [sys.executable, *_JOB, str(theirs.fileno())]
         with theirs:

@@ -24,7 +24,7 @@ import tee_runner
 from evals.attacks.conditions import CONDITIONS, Condition
 from evals.attacks.drivers import ATTACKS
 from evals.attacks.gates import evaluate
-from evals.attacks.job import Attacked, Captured, Finished, Progressed, Setup, Task
+from evals.attacks.messages import Attacked, Captured, Finished, Progressed, Setup, Task
 from evals.attacks.model import Attack, CorpusName
 from evals.attacks.pool import messages
 from evals.attacks.results import FILE_NAME, ConditionRecord, Results, ResultsError, Settings, load

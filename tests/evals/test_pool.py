@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from evals.attacks import pool
-from evals.attacks.job import Finished, Progressed, Setup, Task
+from evals.attacks.messages import Finished, Progressed, Setup, Task
 
 # Stands in for :mod:`evals.attacks.job`: says what it was told and what threads it has.
 _ECHO = """
 import os, sys
 from multiprocessing.connection import Connection
-from evals.attacks.job import Finished, Progressed
+from evals.attacks.messages import Finished, Progressed
 connection = Connection(int(sys.argv[1]))
 setup = connection.recv()
 try:
@@ -29,7 +29,7 @@ except EOFError:
 _KILLED = """
 import os, signal, sys
 from multiprocessing.connection import Connection
-from evals.attacks.job import Progressed
+from evals.attacks.messages import Progressed
 connection = Connection(int(sys.argv[1]))
 connection.recv(), connection.recv()
 connection.send(Progressed("c2, short: jade", 0.5))
