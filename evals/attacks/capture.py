@@ -58,12 +58,14 @@ def capture(
     seed: int = 0,
     results: bool = False,
     places: Sequence[Place] | None = None,
+    known: Mapping[str, Place] | None = None,
     worker: RecordingWorker | None = None,
     progress: Report = lambda fraction: None,
 ) -> tuple[list[Capture], Truth]:
     """Run ``corpus`` under ``condition``: what the worker saw, one capture per run, and the secrets.
 
     ``places`` are recorded (default: :meth:`Condition.places`), with ``results`` the products too.
+    ``known``: :func:`weight_places` of the model, if it was made before.
     ``seed`` fixes the secrets of the scheme, so that a rerun gives the same captures. A ``worker`` that
     runs already saves its start and the upload of weights. ``progress`` takes the fraction done.
 
@@ -77,14 +79,15 @@ def capture(
     if worker is None:
         with recording_worker() as started:
             return capture(
-                model, condition, corpus, seed=seed, results=results, places=places, worker=started,
-                progress=progress,
+                model, condition, corpus, seed=seed, results=results, places=places, known=known,
+                worker=started, progress=progress,
             )  # fmt: skip
     if condition.batches is not None:
         corpus = corpus.with_batch(*condition.batches)
     if places is None:
         places = condition.places(model.config.num_layers, corpus.name)
-    named = {digest: place for digest, place in weight_places(model.weights).items() if place in set(places)}
+    known = known or weight_places(model.weights)
+    named = {digest: place for digest, place in known.items() if place in set(places)}
     worker.record(list(named), results=results)
     before = set(worker.sessions())
     observer = _Observer(wanted=frozenset(places), passes_end=not corpus.steps)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,7 +80,7 @@ class View:
     """All that an attacker has: captures in the order of the prompts, and public facts.
 
     ``scheme`` and ``parameters`` are public: names, shield rows and energy, cadence. ``corpus``
-    names the kind of capture.
+    names the kind of capture. ``memo`` is for what several attacks compute of it.
     """
 
     condition: str
@@ -89,6 +89,7 @@ class View:
     corpus: CorpusName
     captures: Sequence[Capture]
     model: PublicModel
+    memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,8 @@ _OPS: tuple[Op, ...] = ("qkv", "o", "gate_up", "down")
 Place = tuple[int, Op]
 # Candidates of one batched step: bounds the memory of a step over the full vocabulary.
 _STEP_ROWS = 4096
+# The first layer's products of the whole vocabulary are kept up to this size.
+_FIRST_BYTES = 512 << 20
 _EMPTY = np.empty(0, dtype=np.float32)
 _NO_SCALES = np.empty((0, 0, 0), dtype=np.float32)
 
@@ -174,6 +176,17 @@ class PublicModel:
         rows = self.rows(sequences, {(HEAD_LAYER, "lm_head")})
         return self.logits(np.stack([r[HEAD_LAYER, "lm_head"][-1] for r in rows]))
 
+    @cached_property
+    def _first_products(self) -> Float32 | None:
+        """What the first layer's qkv makes of every token, bias included; None if that is too large."""
+        spec, bias = self.spec(0, "qkv"), self.weights.layers[0].qkv_bias
+        if 4 * self.config.vocab_size * spec.d_out > _FIRST_BYTES:
+            return None
+        products: Float32 = self.dictionary @ self._float_weights[0].T
+        if bias is not None:
+            products += bias
+        return products
+
     def logits(self, rows: Float32) -> Float32:
         """Logits ``(B, V)`` float32 of LM-head operand rows ``(B, hidden)``."""
         logits: Float32 = rows @ self._float_weights[-1].T
@@ -218,26 +231,47 @@ class PublicModel:
         Raises:
             ValueError: the prefix holds fewer layers than ``wanted`` needs, or is full.
         """
+        return self.steps([prefix], [tokens], wanted)[0]
+
+    def steps(
+        self, prefixes: Sequence[Prefix], tokens: Sequence[NDArray[np.int64]], wanted: set[Place]
+    ) -> list[Step]:
+        """:meth:`step` for several prefixes with candidates of their own, as one batch.
+
+        Raises:
+            ValueError: a prefix holds fewer layers than ``wanted`` needs, or is full.
+        """
         deepest = max(self._order(place) for place in wanted)
         depth = min(deepest // 4 + 1, self.config.num_layers)
-        if prefix.tokens and len(prefix.keys) < depth:
-            raise ValueError(f"the prefix holds {len(prefix.keys)} layers, {depth} are needed")
-        if len(prefix.tokens) >= self._max_len:
-            raise ValueError(f"the prefix fills the context of {self._max_len}")
-        tokens = np.asarray(tokens, dtype=np.int64)
-        parts = [
-            self._step(prefix, tokens[i : i + _STEP_ROWS], wanted, deepest)
-            for i in range(0, len(tokens), _STEP_ROWS)
+        for prefix in prefixes:
+            if prefix.tokens and len(prefix.keys) < depth:
+                raise ValueError(f"the prefix holds {len(prefix.keys)} layers, {depth} are needed")
+            if len(prefix.tokens) >= self._max_len:
+                raise ValueError(f"the prefix fills the context of {self._max_len}")
+        owners = np.repeat(np.arange(len(prefixes)), [len(candidates) for candidates in tokens])
+        joined = np.concatenate([np.asarray(candidates, dtype=np.int64) for candidates in tokens])
+        parts = []
+        for start in range(0, max(len(joined), 1), _STEP_ROWS):
+            own = owners[start : start + _STEP_ROWS]
+            groups = [
+                (prefixes[i], slice(*(int(end) for end in np.searchsorted(own, [i, i + 1]))))
+                for i in np.unique(own)
+            ]
+            parts.append(self._step(groups, joined[start : start + _STEP_ROWS], wanted, deepest))
+        rows = {place: _joined([part[0][place] for part in parts]) for place in wanted}
+        keys = tuple(_joined(layer) for layer in zip(*(part[1] for part in parts), strict=True))
+        values = tuple(_joined(layer) for layer in zip(*(part[2] for part in parts), strict=True))
+        bounds = np.searchsorted(owners, np.arange(len(prefixes) + 1))
+        return [
+            Step(
+                prefix,
+                joined[low:high],
+                {place: kept[low:high] for place, kept in rows.items()},
+                tuple(key[low:high] for key in keys),
+                tuple(value[low:high] for value in values),
+            )
+            for prefix, low, high in zip(prefixes, bounds, bounds[1:], strict=False)
         ]
-        if len(parts) == 1:
-            return parts[0]
-        return Step(
-            prefix,
-            tokens,
-            {place: np.concatenate([part.rows[place] for part in parts]) for place in wanted},
-            tuple(np.concatenate(layer) for layer in zip(*(part.keys for part in parts), strict=True)),
-            tuple(np.concatenate(layer) for layer in zip(*(part.values for part in parts), strict=True)),
-        )
 
     def next_rows(self, prefix: Prefix, tokens: NDArray[np.int64], place: Place) -> Float32:
         """:meth:`step` for the rows ``(C, d_in)`` of one place. Those of the first position are kept."""
@@ -256,7 +290,11 @@ class PublicModel:
     def _rope(self) -> tuple[Float32, Float32]:
         return rope_tables(self.config.rope, self.config.head_dim, self._max_len)
 
-    def _step(self, prefix: Prefix, tokens: NDArray[np.int64], wanted: set[Place], deepest: int) -> Step:
+    def _step(
+        self, groups: Sequence[tuple[Prefix, slice]], tokens: NDArray[np.int64], wanted: set[Place],
+        deepest: int,
+    ) -> tuple[dict[Place, Float32], list[Float32], list[Float32]]:  # fmt: skip
+        """Rows by place, keys and values by layer, of ``tokens``; ``groups`` says which follow what."""
         config, weights = self.config, self._float_weights
         if config.layers:
             raise UnsupportedModelError(
@@ -287,8 +325,12 @@ class PublicModel:
                 break
             kernels.rms_norm(rows, layer.input_norm, epsilon, normed)
             keep(index, "qkv", normed)
-            qkv = product(index, "qkv", normed, layer.qkv_bias)
-            attended, key, value = self._attend(prefix, index, layer, qkv)
+            if index == 0 and self._first_products is not None:
+                qkv = self._first_products[tokens]
+            else:
+                qkv = product(index, "qkv", normed, layer.qkv_bias)
+            parts = [self._attend(prefix, index, layer, qkv[own]) for prefix, own in groups]
+            attended, key, value = (_joined(kind) for kind in zip(*parts, strict=True))
             keys.append(key)
             values.append(value)
             if not keep(index, "o", attended):
@@ -306,7 +348,7 @@ class PublicModel:
         else:
             kernels.rms_norm(rows, self.weights.final_norm, epsilon, normed)
             keep(HEAD_LAYER, "lm_head", normed)
-        return Step(prefix, tokens, kept, tuple(keys), tuple(values))
+        return kept, keys, values
 
     def _attend(
         self, prefix: Prefix, index: int, layer: LayerWeights, qkv: Float32
@@ -348,6 +390,10 @@ class PublicModel:
                 mixed = scores[..., :-1].reshape(count * group, -1) @ past
                 out[:, head] += mixed.reshape(count, group, depth)
         return out.reshape(count, config.q_dim), key[:, 0], value[:, 0]
+
+
+def _joined(parts: Sequence[Float32]) -> Float32:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _draw(logits: Float32, rng: np.random.Generator) -> NDArray[np.int64]:

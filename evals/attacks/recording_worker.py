@@ -161,7 +161,9 @@ def main(arguments: list[str]) -> None:
     RecordingSessions.directory = directory
     vars(server_module)["Sessions"] = RecordingSessions
     settings = server_module.WorkerSettings(address=address)
-    server_module.serve(create_engine("cpu"), settings, on_ready=report)
+    # As many threads as all else that was told so.
+    threads = int(os.environ.get("NUMBA_NUM_THREADS", "0")) or None
+    server_module.serve(create_engine("cpu", threads=threads), settings, on_ready=report)
 
 
 if __name__ == "__main__":

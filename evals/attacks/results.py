@@ -83,6 +83,7 @@ class Results:
     captures: dict[tuple[str, CorpusName], CaptureRecord] = field(default_factory=dict)
     results: dict[Key, Result] = field(default_factory=dict)
     machine: dict[str, str | int] = field(default_factory=dict)
+    _texts: dict[Key, tuple[Result, str]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def outcome(self, condition: str, attack: str, corpus: CorpusName) -> Outcome | None:
         """An attack's outcome; None if it did not run or raised."""
@@ -110,16 +111,22 @@ class Results:
                 {"condition": name, "corpus": corpus, **asdict(record)}
                 for (name, corpus), record in self.captures.items()
             ],
-            "results": [
-                {"condition": condition, "attack": attack, "corpus": corpus, **asdict(result)}
-                for (condition, attack, corpus), result in self.results.items()
-            ],
             "gates": list(gates),
         }
+        results = ",\n".join(self._text(key, result) for key, result in self.results.items())
         directory.mkdir(parents=True, exist_ok=True)
         partial = directory / f"{FILE_NAME}.partial"
-        partial.write_text(json.dumps(_finite(document), indent=1, allow_nan=False) + "\n")
+        partial.write_text(f'{_json(document)[:-1]}, "results": [\n{results}\n]}}\n')
         os.replace(partial, directory / FILE_NAME)
+
+    def _text(self, key: Key, result: Result) -> str:
+        """A result as JSON. Kept: a file of hundreds is written after every one."""
+        known = self._texts.get(key)
+        if known is None or known[0] is not result:
+            condition, attack, corpus = key
+            entry = {"condition": condition, "attack": attack, "corpus": corpus, **asdict(result)}
+            known = self._texts[key] = result, _json(entry)
+        return known[1]
 
 
 def load(directory: Path) -> Results:
@@ -214,6 +221,10 @@ def _thinned(curve: Curve) -> Curve:
     if count > _CURVE_POINTS:
         kept = sorted({round(i * (count - 1) / (_CURVE_POINTS - 1)) for i in range(_CURVE_POINTS)})
     return Curve(label=curve.label, x=[float(curve.x[i]) for i in kept], y=[float(curve.y[i]) for i in kept])
+
+
+def _json(document: Mapping[str, Any]) -> str:
+    return json.dumps(_finite(document), allow_nan=False)
 
 
 def _finite(value: object) -> Any:

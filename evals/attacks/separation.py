@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
 from evals.attacks import separation_kernels as kernels
+from evals.attacks.kept import kept
 from evals.attacks.model import HEAD_LAYER, Op, Truth, View
 from evals.attacks.public import PublicModel
 
@@ -27,17 +28,18 @@ RECOVERED = 0.95
 SAMPLES_PER_SOURCE = 2
 # Mixtures of more rows are left out (decode blocks of many sequences laid end to end).
 MAX_SOURCES = 96
-FLOOR_DRAWS = 4
-# All cumulant matrices up to this many sources; above, the dominant ones, this many per source.
-FULL_CUMULANTS = 44
+# Random demixings for the floor: so many rows in all, and at most so many of each mixture.
+FLOOR_ROWS, FLOOR_DRAWS = 400, 4
+# JADE diagonalises the dominant cumulant matrices, so many per source (or all, if there are fewer).
 DOMINANT_PER_SOURCE = 4
 # Eigenvalues of the covariance below this fraction of the largest are float16 rounding.
 _RANK_TOLERANCE = 1e-6
 _MATRIX_BYTES = 256 << 20
 _ICA_TOLERANCE = np.float32(1e-4)
-_JACOBI_THRESHOLD = 1e-3
+# Rotations by less than this cost less than 10⁻⁵ of a cosine each.
+_JACOBI_THRESHOLD = 4e-3
 _JACOBI_SWEEPS = 40
-_PUBLIC_SEQUENCES, _PUBLIC_LENGTH = 8, 64
+_PUBLIC_SEQUENCES, _PUBLIC_LENGTH, _PUBLIC_SEED = 8, 64, 20_262
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,10 +116,13 @@ class Columns:
         return replace(mixture, features=(features / self.deviation).astype(np.float32))
 
 
-def public_columns(
-    model: PublicModel, wanted: Sequence[Place], rng: np.random.Generator
-) -> dict[Place, Columns]:
-    """Column statistics from the public model on sequences of random tokens."""
+def public_columns(model: PublicModel, wanted: Sequence[Place]) -> dict[Place, Columns]:
+    """Column statistics from the public model on sequences of random tokens, the same for all attacks."""
+    return kept(model, ("columns", tuple(wanted)), lambda: _columns(model, wanted))
+
+
+def _columns(model: PublicModel, wanted: Sequence[Place]) -> dict[Place, Columns]:
+    rng = np.random.default_rng(_PUBLIC_SEED)
     tokens = rng.integers(0, model.config.vocab_size, (_PUBLIC_SEQUENCES, _PUBLIC_LENGTH))
     passes = model.rows(tokens.tolist(), set(wanted))
     columns = {}
@@ -167,9 +172,8 @@ def fast_ica(white: Sequence[Float32], rng: np.random.Generator, *, iterations: 
 def cumulant_matrices(white: Float32) -> Float32:
     """Fourth-order cumulant matrices of white rows ``(r, d)``, packed: ``(r·(r + 1)/2, M)``.
 
-    The set over an orthonormal basis of the symmetric matrices, M = r·(r + 1)/2, up to
-    ``FULL_CUMULANTS`` rows; above, the dominant eigenmatrices of the set, as in Cardoso &
-    Souloumiac (1993, section 3.2), but four per source instead of one.
+    Of the set over an orthonormal basis of the symmetric matrices the dominant eigenmatrices, as in
+    Cardoso & Souloumiac (1993, section 3.2), but four per source instead of one.
     """
     r, d = white.shape
     j, i = np.tril_indices(r)
@@ -183,9 +187,9 @@ def cumulant_matrices(white: Float32) -> Float32:
     cumulants[np.diag_indices_from(cumulants)] -= np.where(i == j, 2, 1).astype(np.float32)
     weight = np.where(i == j, 1.0, np.sqrt(2.0)).astype(np.float32)
     cumulants *= weight
-    if r <= FULL_CUMULANTS:
-        return cumulants
     count = DOMINANT_PER_SOURCE * r
+    if count >= len(cumulants):
+        return cumulants
     symmetric = weight[:, None] * cumulants
     basis: Float32 = symmetric[:, np.argsort(-np.linalg.norm(symmetric, axis=0), kind="stable")[:count]]
     for _ in range(2):
@@ -316,12 +320,13 @@ def percentile(cosines: NDArray[np.float64]) -> float:
 def _floors(
     bases: Sequence[Float32], problems: Sequence[Mixture], rng: np.random.Generator
 ) -> list[list[NDArray[np.float64]]]:
+    rows = sum(len(m.rows) for m in problems)
     return [
         [
             aligned_cosines(random_rotation(len(basis), rng) @ basis, m.rows)
             for basis, m in zip(bases, problems, strict=True)
         ]
-        for _ in range(FLOOR_DRAWS)
+        for _ in range(min(FLOOR_DRAWS, -(-FLOOR_ROWS // max(rows, 1))))
     ]
 
 

@@ -15,7 +15,6 @@ import numpy as np
 
 from tee_runner.vector import exp
 
-_TILE = 64
 _FAST = {"reassoc", "contract", "nsz"}
 # Newton–Schulz steps of a symmetric decorrelation: singular values down to 1e-3 of the largest.
 _POLAR_STEPS = 40
@@ -33,56 +32,36 @@ def packed(i: Any, j: Any) -> Any:
 
 
 @numba.njit(nogil=True, cache=True, fastmath=_FAST)
-def _tanh_moments(z: Any, w: Any, y: Any, g: Any) -> None:
-    """``g`` (r, r) = E[tanh(W·z)·zᵀ] − diag(E[1 − tanh²(W·z)])·W; ``y`` (r, tile) is scratch."""
-    r, d = z.shape
+def _tanh(y: Any, slope: Any) -> None:
+    """``y`` (r, d) becomes tanh(y); ``slope`` (r,) the sums of its derivative over each row."""
     one, two = np.float32(1.0), np.float32(2.0)
-    g[:] = np.float32(0.0)
-    slope = np.zeros(r, dtype=np.float32)
-    for start in range(0, d, _TILE):
-        width = min(_TILE, d - start)
-        for i in range(r):
-            for t in range(width):
-                y[i, t] = np.float32(0.0)
-            for k in range(r):
-                weight = w[i, k]
-                for t in range(width):
-                    y[i, t] += weight * z[k, start + t]
-            total = np.float32(0.0)
-            for t in range(width):
-                value = one - two / (exp(two * y[i, t]) + one)
-                y[i, t] = value
-                total += one - value * value
-            slope[i] += total
-            for k in range(r):
-                total = np.float32(0.0)
-                for t in range(width):
-                    total += y[i, t] * z[k, start + t]
-                g[i, k] += total
-    scale = one / np.float32(d)
+    for i in range(y.shape[0]):
+        total = np.float32(0.0)
+        for t in range(y.shape[1]):
+            value = one - two / (exp(two * y[i, t]) + one)
+            y[i, t] = value
+            total += one - value * value
+        slope[i] = total
+
+
+@numba.njit(nogil=True, cache=True, fastmath=_FAST)
+def _tanh_moments(z: Any, w: Any, y: Any, slope: Any, g: Any) -> None:
+    """``g`` (r, r) = E[tanh(W·z)·zᵀ] − diag(E[1 − tanh²(W·z)])·W; ``y`` (r, d), ``slope`` (r,) scratch."""
+    r, d = z.shape
+    np.dot(w, z, y)
+    _tanh(y, slope)
+    np.dot(y, z.T, g)
+    scale = np.float32(1.0) / np.float32(d)
     for i in range(r):
         for k in range(r):
             g[i, k] = (g[i, k] - slope[i] * w[i, k]) * scale
 
 
 @numba.njit(nogil=True, cache=True, fastmath=_FAST)
-def _gram(x: Any, out: Any) -> None:
-    """``out`` = X·Xᵀ."""
-    r = x.shape[0]
-    for i in range(r):
-        for j in range(i + 1):
-            total = np.float32(0.0)
-            for k in range(r):
-                total += x[i, k] * x[j, k]
-            out[i, j] = total
-            out[j, i] = total
-
-
-@numba.njit(nogil=True, cache=True, fastmath=_FAST)
 def _decorrelate(x: Any, gram: Any, product: Any) -> None:
     """``x`` becomes (X·Xᵀ)^(−1/2)·X, by Newton–Schulz (Hyvärinen 1999, eq. 8)."""
     r = x.shape[0]
-    _gram(x, gram)
+    np.dot(x, x.T, gram)
     norm = np.float32(0.0)
     for i in range(r):
         total = np.float32(0.0)
@@ -94,7 +73,7 @@ def _decorrelate(x: Any, gram: Any, product: Any) -> None:
         for j in range(r):
             x[i, j] *= scale
     for _ in range(_POLAR_STEPS):
-        _gram(x, gram)
+        np.dot(x, x.T, gram)
         error = np.float32(0.0)
         for i in range(r):
             for j in range(r):
@@ -103,13 +82,7 @@ def _decorrelate(x: Any, gram: Any, product: Any) -> None:
                 gram[i, j] = np.float32(1.5) * target - np.float32(0.5) * gram[i, j]
         if error < np.float32(_POLAR_ERROR):
             break
-        for i in range(r):
-            for k in range(r):
-                product[i, k] = np.float32(0.0)
-            for j in range(r):
-                weight = gram[i, j]
-                for k in range(r):
-                    product[i, k] += weight * x[j, k]
+        np.dot(gram, x, product)
         x[:] = product
 
 
@@ -123,8 +96,9 @@ def fast_ica(z: Any, ranks: Any, w: Any, iterations: Any, tolerance: Any, steps:
     """
     for b in numba.prange(z.shape[0]):
         r = ranks[b]
-        rows = z[b, :r]
-        y = np.empty((r, _TILE), dtype=np.float32)
+        rows = np.ascontiguousarray(z[b, :r])
+        y = np.empty(rows.shape, dtype=np.float32)
+        slope = np.empty(r, dtype=np.float32)
         now = np.ascontiguousarray(w[b, :r, :r])
         new = np.empty((r, r), dtype=np.float32)
         gram = np.empty((r, r), dtype=np.float32)
@@ -135,7 +109,7 @@ def fast_ica(z: Any, ranks: Any, w: Any, iterations: Any, tolerance: Any, steps:
         waited = 0
         for _ in range(iterations):
             used += 1
-            _tanh_moments(rows, now, y, new)
+            _tanh_moments(rows, now, y, slope, new)
             _decorrelate(new, gram, product)
             turning = 0
             for i in range(r):

@@ -22,7 +22,7 @@ _FLOAT32_FLOOR = 8.0 * float(np.finfo(np.float32).eps)
 # Squared residuals below this are computed again without cancellation.
 _CANCELLED = 1e-2
 # Candidates, and columns of bases, in one product: bounds what is held beside the candidates.
-_CANDIDATE_CHUNK = 4096
+_CANDIDATE_CHUNK = 1024
 _COLUMN_CHUNK = 1024
 
 
@@ -84,7 +84,7 @@ def spectrum(operand: NDArray[np.generic]) -> tuple[Float64, Float64]:
     """Singular values ``(q,)``, descending, and right singular vectors ``(q, d)``, q = min(s, d)."""
     values = wire_values(operand)
     s, d = values.shape
-    if 4 * min(s, d) <= max(s, d) or min(s, d) <= 64:
+    if operand.dtype != np.float16 and (4 * min(s, d) <= max(s, d) or min(s, d) <= 64):
         _, singular, right = np.linalg.svd(values, full_matrices=False)
         return singular, right
     # Squaring halves the digits: float64 keeps 8, rounding to float16 left 4.
@@ -159,30 +159,33 @@ def residuals_many(candidates: Float32, bases: Sequence[Float32]) -> Float32:
     d = candidates.shape[1]
     small = [complement(b) if 2 * len(b) > d else b for b in bases]
     outside = [2 * len(b) > d for b in bases]
+    groups = [(g, np.concatenate([small[m] for m in g])) for g in _groups([len(b) for b in small])]
     for start in range(0, len(candidates), _CANDIDATE_CHUNK):
         chunk = candidates[start : start + _CANDIDATE_CHUNK]
-        norms = np.linalg.norm(chunk, axis=1)
-        unit: Float32 = (chunk / np.where(norms > 0.0, norms, 1.0)[:, None]).astype(np.float32)
-        for group in _groups([len(b) for b in small]):
-            products = unit @ np.concatenate([small[m] for m in group]).T
+        norms: Float32 = np.einsum("nd,nd->n", chunk, chunk)
+        divisors: Float32 = np.where(norms > 0.0, norms, np.float32(1.0))
+        for group, directions in groups:
+            products = chunk @ directions.T
             place = 0
             for m in group:
                 own = products[:, place : place + len(small[m])]
                 place += len(small[m])
-                squares: Float32 = np.einsum("nr,nr->n", own, own)
+                squares: Float32 = np.einsum("nr,nr->n", own, own) / divisors
                 if not outside[m]:
-                    squares = _without_cancellation(unit, own, small[m], squares)
+                    squares = _without_cancellation(chunk, own, small[m], squares, divisors)
                 out[m, start : start + len(chunk)] = np.where(norms > 0.0, np.sqrt(squares), 1.0)
     return out
 
 
-def _without_cancellation(unit: Float32, inside: Float32, rows: Float32, squares: Float32) -> Float32:
-    """1 − ``squares``, and the squared difference itself where that is small."""
+def _without_cancellation(
+    candidates: Float32, inside: Float32, rows: Float32, squares: Float32, norms: Float32
+) -> Float32:
+    """1 − ``squares``, and the squared difference itself where that is small; of ``norms`` squared."""
     rest: Float32 = np.maximum(np.float32(1.0) - squares, np.float32(0.0))
     near = np.flatnonzero(rest < _CANCELLED)
     if len(near):
-        difference = unit[near] - inside[near] @ rows
-        rest[near] = np.einsum("nd,nd->n", difference, difference)
+        difference = candidates[near] - inside[near] @ rows
+        rest[near] = np.einsum("nd,nd->n", difference, difference) / norms[near]
     return rest
 
 

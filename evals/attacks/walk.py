@@ -14,9 +14,16 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from evals.attacks.model import HEAD_LAYER, Capture, Op
-from evals.attacks.public import Place, Prefix, Step
-from evals.attacks.subspace import basis, random_basis, residuals, rounding_variance, wire_values
+from evals.attacks.model import HEAD_LAYER, Capture, Op, View
+from evals.attacks.public import Place, Prefix, PublicModel, Step
+from evals.attacks.subspace import (
+    basis,
+    random_basis,
+    residuals,
+    residuals_many,
+    rounding_variance,
+    wire_values,
+)
 
 Float32 = NDArray[np.float32]
 Scores = dict[Place, Float32]
@@ -29,6 +36,9 @@ _MOST = 0.3
 # Scores: of a row seen before when a new one fits, and the lowest that is told from zero.
 _REPEATED = 1.5
 _ROUNDING = 0.02
+# Captures whose vocabularies are scored together.
+_VOCABULARIES = 32
+_FIRST: Place = (0, "qkv")
 # Positions in a row without a plausible candidate after which a walk is lost.
 _PATIENCE = 2
 
@@ -40,6 +50,7 @@ class Evidence:
         self._operands = {(o.forward, (o.layer, o.op)): o.operand for o in capture.offloads}
         self._bases: dict[tuple[int, Place], Float32 | None] = {}
         self._limits: dict[tuple[int, Place], float] = {}
+        self._vocabulary: dict[int, Float32] = {}
         self._shields = _number(parameters, "shield_rows", 0.0)
         self._fraction = _number(parameters, "shield_fraction", 0.0)
         self._energy = _number(parameters, "shield_energy", 0.0)
@@ -76,7 +87,7 @@ class Evidence:
     def randomised(self, rng: np.random.Generator) -> Evidence:
         """The same with random row spaces of the same ranks: what knowing nothing looks like."""
         other = copy(self)
-        other._bases = {}
+        other._bases, other._vocabulary = {}, {}
         for key in self._operands:
             rows = self.basis(*key)
             other._bases[key] = None if rows is None else random_basis(len(rows), rows.shape[1], rng)
@@ -122,6 +133,39 @@ class Evidence:
             new = bool(np.any(scores[~repeated] <= 1.0))
             scores[repeated] = np.maximum(scores[repeated], np.float32(_REPEATED if new else 1.0))
         return scores
+
+    def vocabulary(self, forward: int, model: PublicModel) -> Float32:
+        """:meth:`score` of every token ``(V,)`` at layer 0 (qkv). Kept."""
+        if forward not in self._vocabulary:
+            self._vocabulary[forward] = self.score(forward, _FIRST, model.dictionary, ())
+        return self._vocabulary[forward]
+
+    @property
+    def knows_vocabulary(self) -> bool:
+        """Whether :meth:`vocabulary` of the first pass is known."""
+        return 0 in self._vocabulary
+
+    def keep_vocabulary(self, scores: Float32) -> None:
+        """Note what :meth:`vocabulary` gives for the first pass."""
+        self._vocabulary[0] = scores
+
+
+def evidence_of(view: View) -> list[Evidence]:
+    """What each capture of ``view`` says; the same objects for all attacks on it."""
+    if "evidence" not in view.memo:
+        view.memo["evidence"] = [Evidence(capture, view.parameters) for capture in view.captures]
+    made: list[Evidence] = view.memo["evidence"]
+    return made
+
+
+def score_vocabulary(evidence: Sequence[Evidence], model: PublicModel) -> None:
+    """Make :meth:`Evidence.vocabulary` of the first pass, for all at once where it is not known."""
+    new = [seen for seen in evidence if seen.basis(0, _FIRST) is not None and not seen.knows_vocabulary]
+    for start in range(0, len(new), _VOCABULARIES):
+        batch = new[start : start + _VOCABULARIES]
+        bases = [rows for seen in batch if (rows := seen.basis(0, _FIRST)) is not None]
+        for seen, found in zip(batch, residuals_many(model.dictionary, bases), strict=True):
+            seen.keep_vocabulary(found / np.float32(seen.limit(0, _FIRST)))
 
 
 def _number(parameters: Mapping[str, int | float | str], name: str, default: float) -> float:

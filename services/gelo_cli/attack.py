@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.progress import TaskID
 from rich.table import Table
 
 from gelo_cli.console import CliError, bars, err, out, progress_bars, reported_errors, set_up_logging
@@ -41,10 +42,20 @@ def run(
     ] = Path(_DIRECTORY),
     seed: Annotated[int, typer.Option(min=0, help="Equal seeds give equal numbers.")] = 0,
     redo: Annotated[bool, typer.Option("--redo", help="Run what has a result already, too.")] = False,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            "--jobs",
+            "-j",
+            min=1,
+            help="Processes that share the work, about 3 GB each. Results do not depend on it. "
+            "Default: one for each core.",
+        ),
+    ] = None,
 ) -> None:
     """Capture from a worker's side of the wire under each protection, and attack what it saw.
 
-    Starts a worker of its own. Writes results.json, report.html and summary.md.
+    Every process starts a worker of its own. Writes results.json, report.html and summary.md.
     """
     set_up_logging("warning")
     # Ends like Ctrl-C does: the worker is stopped, its recordings are removed.
@@ -54,7 +65,7 @@ def run(
         from evals.attacks.drivers import ATTACKS
         from evals.attacks.publish import publish
         from evals.attacks.report import make_report
-        from evals.attacks.run import Options
+        from evals.attacks.run import Options, default_jobs
         from evals.attacks.run import run as run_attacks
         from tee_runner.models import load_model, resolve_model
 
@@ -65,6 +76,7 @@ def run(
             seed=seed,
             out=directory,
             redo=redo,
+            jobs=jobs or default_jobs(),
         )
         with progress_bars() as stages:
             loaded = load_model(resolve_model(model, progress=stages), progress=stages)
@@ -121,9 +133,8 @@ def _errors() -> Iterator[None]:
     with reported_errors():
         try:
             import evals.attacks.drivers  # noqa: F401 - what they need is found missing here
-            from evals.attacks.capture import CaptureError
+            from evals.attacks.pool import JobError
             from evals.attacks.results import ResultsError
-            from evals.attacks.store import StoreError
         except ModuleNotFoundError as error:
             raise CliError(
                 f"The attacks need the package {str(error.name).partition('.')[0]}.",
@@ -131,10 +142,8 @@ def _errors() -> Iterator[None]:
             ) from error
         try:
             yield
-        except ResultsError as error:
+        except (JobError, ResultsError) as error:
             raise CliError(error.message, remedy=error.remedy) from error
-        except (CaptureError, StoreError) as error:
-            raise CliError(str(error)) from error
 
 
 def _names(text: str, known: Mapping[str, object]) -> list[str]:
@@ -142,15 +151,20 @@ def _names(text: str, known: Mapping[str, object]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _run_bars() -> Iterator[Callable[[int, int, str, float], None]]:
-    """One bar for the run, one for what is running."""
+def _run_bars() -> Iterator[Callable[[int, int, Mapping[int, tuple[str, float]]], None]]:
+    """One bar for the run, one for what each process is at."""
     with bars() as shown:
         whole = shown.add_task("attacks", total=1.0)
-        single = shown.add_task("", total=1.0)
+        single: dict[int, TaskID] = {}
 
-        def progress(done: int, total: int, current: str, fraction: float) -> None:
-            shown.update(whole, total=float(total), completed=done + fraction)
-            shown.update(single, description=current, completed=fraction)
+        def progress(done: int, total: int, running: Mapping[int, tuple[str, float]]) -> None:
+            fractions = sum(fraction for _, fraction in running.values())
+            shown.update(whole, total=float(total), completed=min(done + fractions, float(total)))
+            for job in sorted(running.keys() | single.keys()):
+                if job not in single:
+                    single[job] = shown.add_task("", total=1.0)
+                current, fraction = running.get(job, ("", 1.0))
+                shown.update(single[job], description=current, completed=fraction, visible=job in running)
 
         yield progress
 

@@ -43,7 +43,18 @@ def values(directory: Path, corpus: str) -> dict[tuple[str, str], float]:
 @pytest.fixture(scope="module")
 def finished(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("attack")
-    result = gelo("run", "--model", str(smollm2_dir), "--conditions", "c6", *_RUN, "--out", str(directory))
+    result = gelo(
+        "run",
+        "--model",
+        str(smollm2_dir),
+        "--conditions",
+        "c6",
+        *_RUN,
+        "--jobs",
+        "2",
+        "--out",
+        str(directory),
+    )
     assert result.returncode == 0, result.stderr
     return directory
 
@@ -71,8 +82,11 @@ def test_a_run_goes_on_and_repeats_its_numbers(finished: Path, smollm2_dir: Path
     assert again.returncode == 0, again.stderr
     # Nothing was missing: nothing ran.
     assert stored(finished)["results"] == before
-    fresh = gelo("run", "--model", str(smollm2_dir), "--conditions", "c6", *_RUN, "--out", str(tmp_path))
+    chosen = ("--model", str(smollm2_dir), "--conditions", "c6", *_RUN)
+    fresh = gelo("run", *chosen, "--jobs", "1", "--out", str(tmp_path))
     assert fresh.returncode == 0, fresh.stderr
+    # One process or two: the same numbers, in the same order.
+    assert list(values(tmp_path, "short")) == list(values(finished, "short"))
     for corpus in ("short", "decode"):
         assert values(tmp_path, corpus) == values(finished, corpus)
 

@@ -78,7 +78,7 @@ class AnchorIca(Attack):
         if not attacked:
             reason = f"{unusable(view)}, or none of those has two data rows"
             return Outcome(attack=self.name, measure=measure, applicable=False, reason=reason)
-        columns = bss.public_columns(view.model, list(attacked), rng)
+        columns = bss.public_columns(view.model, list(attacked))
         tally = Tally()
         for done, (place, problems) in enumerate(attacked.items()):
             halves = [random_half(len(m.rows), rng) for m in problems]

@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numba import njit, prange
 from numpy.typing import NDArray
 
 from evals.attacks.corpus import candidates
+from evals.attacks.kept import kept
 from evals.attacks.model import HEAD_LAYER, Attack, CorpusName, Outcome, Report, Truth, View
 from evals.attacks.public import Place, PublicModel
-from evals.attacks.subspace import joint_basis, joint_residuals, wire_values
-from evals.attacks.walk import Evidence
+from evals.attacks.relative_leverage import relative_leverages
+from evals.attacks.subspace import joint_basis, joint_residuals
+from evals.attacks.walk import Evidence, evidence_of, score_vocabulary
 
 Float32 = NDArray[np.float32]
 Int32 = NDArray[np.int32]
@@ -33,7 +34,6 @@ _HEAD: Place = (HEAD_LAYER, "lm_head")
 _TIE = 1e-3
 # A row space of this fraction of the width says yes to too much.
 _FULL = 0.95
-_banks: WeakKeyDictionary[PublicModel, dict[object, Any]] = WeakKeyDictionary()
 
 
 def public_sentences(model: PublicModel, count: int) -> list[Tokens]:
@@ -162,6 +162,10 @@ class Bank(Attack):
     ) -> None:  # fmt: skip
         self._sizes = tuple(sizes)
         self._source = source
+        # A function that another process does not know by name is told apart by its address.
+        self._named = (
+            repr(source) if "<" in source.__qualname__ else f"{source.__module__}.{source.__qualname__}"
+        )
         self._opening = opening
         self._forwarded = forwarded
         self._headed = headed
@@ -176,6 +180,8 @@ class Bank(Attack):
         found, notes, headline = _Found(), list[str](), list[float]()
         size = 0
         seen_prompts: set[int] = set()
+        evidence = evidence_of(view)
+        score_vocabulary(evidence, view.model)
         for index, (capture, secret) in enumerate(zip(view.captures, truth.prompts, strict=True)):
             progress(index / len(view.captures))
             if capture.prompt in seen_prompts or len(secret.tokens) != 1:
@@ -183,7 +189,7 @@ class Bank(Attack):
             seen_prompts.add(capture.prompt)
             prompt = secret.tokens[0][: secret.prompt_lengths[0]]
             true = prompt[: self._opening] if view.corpus == "long" else prompt
-            seen = Evidence(capture, view.parameters)
+            seen = evidence[index]
             place = next(iter(seen.places(0)), None)
             operands = {(o.layer, o.op): o.operand for o in capture.offloads if o.forward == 0}
             if _QKV in operands:
@@ -216,19 +222,14 @@ class Bank(Attack):
         )  # fmt: skip
 
     def _sentences(self, model: PublicModel, count: int) -> Sentences:
-        made = _banks.setdefault(model, {})
-        key = self._source, count
-        if key not in made:
-            made[key] = Sentences.of(self._source(model, count))
-        bank: Sentences = made[key]
-        return bank
+        return kept(model, ("bank", self._named, count), lambda: Sentences.of(self._source(model, count)))
 
     def _others(self, model: PublicModel, count: int, true: Tokens) -> tuple[Sentences, NDArray[np.bool_]]:
         """The bank, and which of it are not the true sentence: ``count`` - 1 of them."""
         bank = self._sentences(model, count)
-        kept = np.array([sentence != true for sentence in bank.tokens])
-        kept[np.flatnonzero(kept)[count - 1 :]] = False
-        return bank, kept
+        others = np.array([sentence != true for sentence in bank.tokens])
+        others[np.flatnonzero(others)[count - 1 :]] = False
+        return bank, others
 
     def _first_layer(
         self, view: View, seen: Evidence, operands: Mapping[Place, NDArray[np.generic]], true: Tokens,
@@ -241,22 +242,22 @@ class Bank(Attack):
         # Repeated tokens add rows but no rank: more rows than columns need not fill the space.
         alone = space is not None and len(space) <= _FULL * space.shape[1]
         if alone:
-            tokens = seen.score(0, _QKV, model.dictionary, ())
+            tokens = seen.vocabulary(0, model)
             label = "layer 0"
         else:
             typical = self._sentences(model, self._sizes[0])
-            tokens = leverage(model, operands[_QKV], typical)
+            tokens = relative_leverages(model, operands[_QKV], typical.distinct)
             label = f"layer 0, leverage at {rows} rows"
         values = []
         for size in self._sizes:
-            bank, kept = self._others(model, size, true)
+            bank, others = self._others(model, size, true)
             scores = score(bank, tokens)
             own = float(score(Sentences.of([true]), tokens)[0])
-            values.append(precision(scores[kept], own, rng))
+            values.append(precision(scores[others], own, rng))
             found.add(f"{label}: {size} candidates", values[-1], size)
             if not alone and size == self._sizes[0]:
-                near = [bank.tokens[i] for i in np.argsort(scores) if kept[i]][: self._shortlist]
-                rank = np.count_nonzero(scores[kept] <= own)
+                near = [bank.tokens[i] for i in np.argsort(scores) if others[i]][: self._shortlist]
+                rank = np.count_nonzero(scores[others] <= own)
                 joint = self._joint(view, operands, near, true, rng)
                 if joint is not None:
                     # A truth that the first layer did not list stays where that had put it.
@@ -288,7 +289,7 @@ class Bank(Attack):
         if seen.basis(0, _QKV) is None or len(set(true)) < 3:
             return
         others = near_duplicates(true, self._hard, model.config.vocab_size, self._pool(model), rng)
-        tokens = seen.score(0, _QKV, model.dictionary, ())
+        tokens = seen.vocabulary(0, model)
         own = float(score(Sentences.of([true]), tokens)[0])
         label = "one word or the order changed"
         by_set = score(Sentences.of(others), tokens)
@@ -310,15 +311,12 @@ class Bank(Attack):
     ) -> tuple[float, int]:  # fmt: skip
         """By the rows of every candidate at the shallowest place on the wire."""
         size = self._headed if place == _HEAD else self._forwarded
-        bank, kept = self._others(model, size, true)
-        made = _banks.setdefault(model, {})
-        key = self._source, size, place
-        if key not in made:
-            made[key] = _rows(model, place, bank.tokens)
-        rows, counts = made[key]
+        bank, others = self._others(model, size, true)
+        key = "bank rows", self._named, size, place
+        rows, counts = kept(model, key, lambda: _rows(model, place, bank.tokens))
         scores = _fits(seen, place, rows, counts)
         own = float(_fits(seen, place, *_rows(model, place, [true]))[0])
-        value = precision(scores[kept], own, rng)
+        value = precision(scores[others], own, rng)
         found.add(f"{place[1]} of layer {place[0]}: {size} candidates", value, size)
         return value, size
 
@@ -374,27 +372,3 @@ def near_duplicates(
         if tuple(changed) != true:
             others.add(tuple(changed))
     return sorted(others)
-
-
-def leverage(model: PublicModel, operand: NDArray[np.generic], typical: Sentences) -> Float32:
-    """Scores ``(V,)`` of the vocabulary where an operand has at least as many rows as columns.
-
-    hᵀ(UᵀU)⁻¹h is small where a row is in the operand: h, scaled to a norm in [1, 2) as the scheme does,
-    takes part in UᵀU. Relative to what ``typical`` text gives, since common directions are small anyway.
-    """
-    rows = model.dictionary.astype(np.float64)
-    norms = np.linalg.norm(rows, axis=1, keepdims=True)
-    rows *= np.exp2(-np.floor(np.log2(np.maximum(norms, 1e-30))))
-    u = wire_values(operand)
-    counts = np.bincount(typical.distinct[typical.distinct >= 0], minlength=len(rows)).astype(np.float64)
-    usual = (rows * counts[:, None]).T @ rows
-    ridge = np.eye(rows.shape[1]) * 1e-3
-    ratio = np.zeros(len(rows))
-    for sign, gram in ((1.0, u.T @ u), (-1.0, usual)):
-        gram *= rows.shape[1] / np.trace(gram)
-        factor = np.linalg.cholesky(gram + ridge)
-        solved = np.linalg.solve(factor, rows.T)
-        ratio += sign * np.log(np.einsum("dv,dv->v", solved, solved) + 1e-12)
-    # Any common factor will do: the smallest is plausible by definition.
-    scores: Float32 = np.exp(ratio - ratio.min()).astype(np.float32)
-    return scores

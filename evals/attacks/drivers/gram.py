@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evals.attacks.drivers.nearest import describe_places, recovery_interval
+from evals.attacks.kept import kept
 from evals.attacks.model import Attack, Outcome, Report, Truth, View
 from evals.attacks.subspace import Float32, Float64, unit_scaled, wire_values
 
@@ -248,7 +249,7 @@ class GramFingerprint(Attack):
         nothing: list[bool] = []
         counts = []
         energy = float(view.parameters.get("shield_energy", 0.0))
-        background = Background.of(view.model.dictionary)
+        background = kept(view.model, ("background",), lambda: Background.of(view.model.dictionary))
         for index, capture in enumerate(view.captures[:_PROMPTS]):
             operands = capture.select(0, "qkv", forward=0)
             others = [t for t in texts if t != texts[index]]

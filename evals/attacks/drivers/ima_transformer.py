@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -30,10 +29,10 @@ from evals.attacks.drivers.nearest import (
     top_tokens,
     unit_rows,
 )
-from evals.attacks.drivers.own_text import own_rows, training_pairs
+from evals.attacks.drivers.own_text import openings, own_rows, training_pairs
 from evals.attacks.drivers.simulate import can_simulate, simulate
+from evals.attacks.kept import kept
 from evals.attacks.model import Attack, Outcome, Report, Truth, View
-from evals.attacks.public import PublicModel
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +65,6 @@ class Training:
 Sampler = Callable[[np.random.Generator], Block]
 Source = Callable[[int, np.random.Generator], tuple[Int64, Float32]]
 Predictor = Callable[[Sequence[Block]], list[Float32]]
-_controls: WeakKeyDictionary[PublicModel, dict[object, float]] = WeakKeyDictionary()
 
 
 def features(rows: Float32) -> Float32:
@@ -299,9 +297,8 @@ class TransformerInversion(Attack):
 
     def _control(self, view: View, truth: Truth, place: Place) -> float:
         """The same inverter on plain rows of the same prompts; once per model and prompts."""
-        cached = _controls.setdefault(view.model, {})
-        key = (place, self._training, tuple(s.tokens for s in truth.prompts))
-        if key not in cached:
+
+        def control() -> float:
             rng = np.random.default_rng(0)
             plain = replace(view, scheme="plain", parameters={})
             found = [
@@ -311,9 +308,10 @@ class TransformerInversion(Attack):
             known, sought = split(found)
             source, start = _material(view, truth, place)
             predict = self._train(plain, known, sought, source, start, rng)
-            answers = unit_rows(view.model.embedding)
-            cached[key] = recovery(_score(sought, predict, answers).any_row)
-        return cached[key]
+            return recovery(_score(sought, predict, unit_rows(view.model.embedding)).any_row)
+
+        prompts = tuple(s.tokens for s in truth.prompts)
+        return kept(view.model, ("transformer control", place, self._training, prompts), control)
 
 
 def _plain_rows(view: View, truth: Truth, place: Place) -> list[Float32]:
@@ -333,7 +331,7 @@ def _material(view: View, truth: Truth, place: Place) -> tuple[Source, Pairs]:
     every second time any tokens of the vocabulary.
     """
     first = place == (0, "qkv")
-    corpus = own_rows(view.model, known_openings(view, truth), place)
+    corpus = own_rows(view.model, openings(view.model, known_openings(view, truth)), place)
     dictionary = view.model.dictionary
 
     def source(n: int, rng: np.random.Generator) -> tuple[Int64, Float32]:

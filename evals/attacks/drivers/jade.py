@@ -37,7 +37,7 @@ class Jade(Attack):
             return Outcome(
                 attack=self.name, measure=measure, applicable=False, reason=unusable(view)
             )  # fmt: skip
-        columns = bss.public_columns(view.model, list(attacked), rng)
+        columns = bss.public_columns(view.model, list(attacked))
         tally = Tally()
         for done, (place, problems) in enumerate(attacked.items()):
             equalised = [columns[place].equalise(m) for m in problems]

@@ -12,11 +12,13 @@ from evals.attacks.model import Attack, CorpusName, Curve, Outcome, Plot, Report
 from evals.attacks.separation_tally import Tally
 
 LAGS = tuple(range(1, 11))
-# Shortest texts first; each is a problem of some hundred sources.
+# Shortest texts first.
 _TEXTS = 1
-_MOST_PASSES = 4
+# Passes joined. Of texts of some hundred rows fewer, and at one place only: the one of most columns.
+_MOST_PASSES, _LONG_PASSES = 16, 4
 _ICA_ITERATIONS = 40
 _SWEEPS = 15
+_WIDE: bss.Place = (0, "down")
 
 
 def common_row_space(operands: Sequence[bss.Float32]) -> bss.Float32:
@@ -38,6 +40,13 @@ def common_row_space(operands: Sequence[bss.Float32]) -> bss.Float32:
     share = values**2 / len(bases)
     common: bss.Float32 = right[share > 0.5 * (1 + 1 / len(bases))].astype(np.float32)
     return common
+
+
+def _places(view: View) -> list[bss.Place]:
+    """As of the other separation attacks; where of layer 2 nothing was captured, the widest of layer 0."""
+    places = bss.places(view)
+    captured = {(o.layer, o.op) for capture in view.captures[:1] for o in capture.offloads}
+    return places if (2, "down") in captured or _WIDE not in captured else [*places, _WIDE]
 
 
 def sobi(white: Sequence[bss.Float32], rng: np.random.Generator) -> list[bss.Float32]:
@@ -76,12 +85,15 @@ class JointDiagonalisation(Attack):
         "Belouchrani, Abed-Meraim, Cardoso & Moulines, A blind source separation technique using "
         "second-order statistics, IEEE TSP 45(2), 1997; common row space: Kettenring, Biometrika 58(3), 1971"
     )
-    assumes = "T captures of the same text under fresh masks, with at least two columns per operand row."
+    assumes = (
+        "T captures of the same text under fresh masks, with at least two columns per operand row: the "
+        "game's prompts, and the long one that is captured several times."
+    )
     measures = (
         "95th percentile of |cosine| between data rows and recovered rows, best assignment, at the largest "
         "T; the curve over T is flat where fresh masks give the attacker nothing. Chance: random demixing."
     )
-    corpora: ClassVar[tuple[CorpusName, ...]] = ("long",)
+    corpora: ClassVar[tuple[CorpusName, ...]] = ("long", "game")
 
     def run(
         self, view: View, truth: Truth, rng: np.random.Generator, progress: Report = lambda fraction: None
@@ -97,7 +109,7 @@ class JointDiagonalisation(Attack):
             return Outcome(attack=self.name, measure=measure, applicable=False, reason=reason)
         tally, curves = Tally(), dict[str, dict[int, float]]()
         attacked, shapes = [], set()
-        for place in bss.places(view):
+        for place in _places(view):
             usable = []
             for group in repeated:
                 operands = [bss.as_float(view.captures[i].select(*place, 0)[0].operand) for i in group]
@@ -106,6 +118,9 @@ class JointDiagonalisation(Attack):
                     usable.append((operands, truth.prompts[group[0]].rows[0, *place]))
             usable.sort(key=lambda item: len(item[1]))
             attacked += [(place, *item) for item in usable[:_TEXTS]]
+        if attacked and len(attacked[0][1][0]) > bss.MAX_SOURCES:
+            widest = max(attacked, key=lambda item: item[1][0].shape[1])
+            attacked = [(widest[0], widest[1][:_LONG_PASSES], widest[2])]
         if not attacked:
             found = ", ".join(f"{s}x{d}" for s, d in sorted(shapes))
             reason = f"whitening needs d >= {bss.SAMPLES_PER_SOURCE}·s; shapes of repeated texts: {found}"
@@ -130,7 +145,8 @@ class JointDiagonalisation(Attack):
         curves: dict[str, dict[int, float]],
         rng: np.random.Generator,
     ) -> None:
-        passes = sorted({1, *(t for t in (2, 4) if t < len(operands)), len(operands)})
+        between = (2, 4) if len(operands[0]) <= bss.MAX_SOURCES else ()
+        passes = sorted({1, *(t for t in between if t < len(operands)), len(operands)})
         first = bss.Mixture(operand=operands[0], features=operands[0], rows=rows)
         tally.add(place, "as seen", bss.as_seen([first], rng))
         bases = [common_row_space(operands[:t]) for t in passes]

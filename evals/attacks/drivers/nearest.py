@@ -65,8 +65,7 @@ def row_tokens(truth: PromptTruth, forward: int) -> list[Int64]:
 
 def next_tokens(model: PublicModel, rows: Float32) -> Int64:
     """The most probable token after each of the LM head's rows ``(n, hidden)``."""
-    head = model.spec(HEAD_LAYER, "lm_head").load().astype(np.float32)
-    best: Int64 = np.argmax(rows @ head.T, axis=1)
+    best: Int64 = np.argmax(model.logits(rows), axis=1)
     return best
 
 

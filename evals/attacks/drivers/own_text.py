@@ -6,12 +6,13 @@ Rows of such text at any layer cost him one pass each, and look like a victim's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
+from evals.attacks.corpus import candidates
 from evals.attacks.drivers.nearest import Float32, Int64, Place, next_tokens
+from evals.attacks.kept import kept
 from evals.attacks.public import PublicModel
 
 SEQUENCES = 256
@@ -20,9 +21,20 @@ LENGTH = 32
 _SEED = 20_261
 _OPENING = 3
 
+# Sentences whose openings it has.
+_SENTENCES = 256
+
 Corpus = list[tuple[Int64, Float32]]
-_made: WeakKeyDictionary[PublicModel, dict[object, Corpus]] = WeakKeyDictionary()
-_written: WeakKeyDictionary[PublicModel, dict[object, list[Int64]]] = WeakKeyDictionary()
+
+
+def openings(model: PublicModel, known: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+    """Sentences to begin with, such as the prompts are, or ``known`` if there is no tokenizer.
+
+    The same for all conditions and corpora, so that there is one text.
+    """
+    if model.tokenizer is None:
+        return known
+    return [prompt.tokens for prompt in candidates(_SENTENCES, model.tokenizer, _SEED)]
 
 
 def write(model: PublicModel, openings: Sequence[Sequence[int]], sequences: int, length: int) -> list[Int64]:
@@ -51,20 +63,17 @@ def own_rows(
     are those predicted. Kept, since every condition asks for the same.
     """
     sequences, length = sequences or SEQUENCES, length or LENGTH
-    text_key = (tuple(map(tuple, openings)), sequences, length)
-    texts_of = _written.setdefault(model, {})
-    if text_key not in texts_of:
-        texts_of[text_key] = write(model, openings, sequences, length)
-    rows_of = _made.setdefault(model, {})
-    key = (text_key, place)
-    if key not in rows_of:
-        texts = texts_of[text_key]
-        rows = [r[place] for r in model.rows([t.tolist() for t in texts], {place})]
-        rows_of[key] = [
+    text = "own text", tuple(map(tuple, openings)), sequences, length
+
+    def rows() -> Corpus:
+        texts = kept(model, text, lambda: write(model, openings, sequences, length))
+        found = [r[place] for r in model.rows([t.tolist() for t in texts], {place})]
+        return [
             (next_tokens(model, r) if place[1] == "lm_head" else t, r)
-            for t, r in zip(texts, rows, strict=True)
+            for t, r in zip(texts, found, strict=True)
         ]
-    return rows_of[key]
+
+    return kept(model, (*text, place), rows)
 
 
 def training_pairs(corpus: Corpus) -> tuple[Float32, NDArray[np.int64]]:

@@ -11,8 +11,8 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from evals.attacks.beam import HEAD, likely, nearest, walk_alone
 from evals.attacks.model import (
-    HEAD_LAYER,
     Attack,
     CorpusName,
     Outcome,
@@ -22,13 +22,22 @@ from evals.attacks.model import (
     View,
 )
 from evals.attacks.public import Place, Prefix, PublicModel, Step
-from evals.attacks.walk import Beam, Evidence, Scores, Tally, Walk, fused, plausible, scored, shared
+from evals.attacks.walk import (
+    Beam,
+    Evidence,
+    Scores,
+    Tally,
+    Walk,
+    evidence_of,
+    fused,
+    plausible,
+    score_vocabulary,
+    scored,
+    shared,
+)
 
 Int64 = NDArray[np.int64]
 
-_HEAD: Place = (HEAD_LAYER, "lm_head")
-# A beam stops early when its best candidate is this much closer than the second.
-_GAP = 0.3
 # Prompts in a row, lost at their first position, after which a beam is given up.
 _HOPELESS = 2
 # Candidates kept after the attention output of layer 0, in batches of several sequences.
@@ -84,7 +93,7 @@ class PrefixCandidates(Attack):
     ) -> Outcome:
         """See :meth:`Attack.run`."""
         pairs = list(zip(view.captures, truth.prompts, strict=True))[: self._prompts]
-        evidence = [Evidence(capture, view.parameters) for capture, _ in pairs]
+        evidence = evidence_of(view)[: len(pairs)]
         secrets = [secret for _, secret in pairs]
         if not any(e.places(0) for e in evidence):
             widest = max((o.operand.shape for c in view.captures for o in c.offloads), default=(0, 0))
@@ -99,7 +108,8 @@ class PrefixCandidates(Attack):
             headline.append(self._joint(view.model, evidence, secrets, details, rng, progress))
             notes.append(
                 "Candidates: the tokens whose row at layer 0 (qkv) is in the row space, from the full "
-                f"vocabulary; ordered by all captured places up to layer {self._joint_layers}. "
+                f"vocabulary; ordered by all captured places up to layer {self._joint_layers}, "
+                f"among those that attention at layer 0 leaves, at least {_KEPT}. "
                 "A place alone is credited with the positions before its first other choice."
             )
         if view.corpus == "short":
@@ -138,33 +148,37 @@ class PrefixCandidates(Attack):
     ) -> Tally:  # fmt: skip
         total, alone = Tally(), dict[Place, Tally]()
         steps = Tally()
-        for index, (seen, secret) in enumerate(zip(evidence, secrets, strict=True)):
-            if len(secret.tokens) == 1 and seen.forwards == 1:
-                walk = self._single(model, seen)
-                true = secret.tokens[0][len(self._known) : secret.prompt_lengths[0]]
-                total.add(walk.tokens, true)
-                for place, count in walk.agreed.items():
-                    alone.setdefault(place, Tally()).add(walk.tokens[:count], true)
-            else:
+        pairs = list(zip(evidence, secrets, strict=True))
+        singles = [pair for pair in pairs if len(pair[1].tokens) == 1 and pair[0].forwards == 1]
+        score_vocabulary(evidence, model)
+        walks = self._singles(model, [seen for seen, _ in singles], lambda f: progress(0.5 * f))
+        for walk, (_, secret) in zip(walks, singles, strict=True):
+            true = secret.tokens[0][len(self._known) : secret.prompt_lengths[0]]
+            total.add(walk.tokens, true)
+            for place, count in walk.agreed.items():
+                alone.setdefault(place, Tally()).add(walk.tokens[:count], true)
+        for index, (seen, secret) in enumerate(pairs):
+            if len(secret.tokens) != 1 or seen.forwards != 1:
                 self._batch(model, seen, secret, total, steps)
-            progress(0.7 * (index + 1) / len(evidence))
+                progress(0.6 * (index + 1) / len(pairs))
         details |= total.details("layer 0 set")
         for (layer, op), tally in sorted(alone.items()):
             details |= tally.details(f"layer 0 set, ordered by {op} of layer {layer}")
         if steps.prompts:
             details |= steps.details("decode steps")
         control = Tally()
-        for seen, secret in list(zip(evidence, secrets, strict=True))[:_CONTROLS]:
-            if len(secret.tokens) == 1:
-                true = secret.tokens[0][len(self._known) : secret.prompt_lengths[0]]
-                control.add(self._single(model, seen.randomised(rng)).tokens, true)
+        chosen = [pair for pair in pairs[:_CONTROLS] if len(pair[1].tokens) == 1]
+        blind = [seen.randomised(rng) for seen, _ in chosen]
+        score_vocabulary(blind, model)
+        for walk, (_, secret) in zip(self._singles(model, blind), chosen, strict=True):
+            control.add(walk.tokens, secret.tokens[0][len(self._known) : secret.prompt_lengths[0]])
         if control.prompts:
             details |= control.details("random subspace")
         return total
 
     def _candidates(self, model: PublicModel, seen: Evidence, forward: int) -> Int64:
         """Tokens that may be in a pass: all plausible ones, and as many as it can have rows."""
-        scores = seen.score(forward, (0, "qkv"), model.dictionary, ())
+        scores = seen.vocabulary(forward, model)
         count = max(seen.rows(forward), int(np.count_nonzero(scores <= 1.0)), 1)
         # A row space that says yes to everything says nothing: the nearest ones have to do.
         count = min(count, 4 * max(seen.rows(forward), 1))
@@ -176,24 +190,30 @@ class PrefixCandidates(Attack):
             p for p in seen.places(forward) if p[0] > 0
         ][:1]
 
-    def _single(self, model: PublicModel, seen: Evidence) -> Walk:
-        """The best hypothesis about a prompt that is alone in its pass."""
-        if not self._has_set(seen):
-            return Walk(Prefix((), (), ()))
-        places = self._ordering(seen, 0)
-        candidates = self._candidates(model, seen, 0)
-        walk = Walk(model.prefix(self._known), len(self._known), agreed=dict.fromkeys(places, 0))
-        for position in range(seen.rows(0) - len(self._known)):
-            step = model.step(walk.prefix, candidates, set(places))
-            scores = scored(seen, 0, step, places, walk)
-            joint = fused(scores)
-            index = int(np.argmin(joint))
-            following = walk.taken(step, index, 0, plausible(scores, index))
-            for place in places:
-                if walk.agreed[place] == position and int(np.argmin(scores[place])) == index:
-                    following.agreed[place] = position + 1
-            walk = following
-        return walk
+    def _singles(
+        self, model: PublicModel, evidence: Sequence[Evidence],
+        progress: Report = lambda fraction: None,
+    ) -> list[Walk]:  # fmt: skip
+        """The best hypothesis about each prompt that is alone in its pass: all walk in step."""
+        walks = [Walk(Prefix((), (), ())) for _ in evidence]
+        able = [i for i, seen in enumerate(evidence) if self._has_set(seen)]
+        candidates, places = dict[int, Int64](), dict[int, list[Place]]()
+        for i in able:
+            candidates[i], places[i] = self._candidates(model, evidence[i], 0), self._ordering(evidence[i], 0)
+            walks[i] = Walk(model.prefix(self._known), len(self._known), agreed=dict.fromkeys(places[i], 0))
+        longest = max((evidence[i].rows(0) for i in able), default=0) - len(self._known)
+        for position in range(longest):
+            open_ = [i for i in able if position < evidence[i].rows(0) - len(self._known)]
+            asked = [(evidence[i], candidates[i], walks[i], places[i]) for i in open_]
+            for i, (step, scores) in zip(open_, self._pruned(model, 0, asked), strict=True):
+                index = int(np.argmin(fused(scores)))
+                following = walks[i].taken(step, index, 0, plausible(scores, index))
+                for place in places[i]:
+                    if walks[i].agreed[place] == position and int(np.argmin(scores[place])) == index:
+                        following.agreed[place] = position + 1
+                walks[i] = following
+            progress((position + 1) / longest)
+        return walks
 
     def _batch(
         self, model: PublicModel, seen: Evidence, secret: PromptTruth, total: Tally, steps: Tally
@@ -204,7 +224,7 @@ class PrefixCandidates(Attack):
         for forward in range(1, seen.forwards):
             if self._has_set(seen, forward):
                 candidates = self._candidates(model, seen, forward)
-                walks = [self._greedy(model, seen, forward, candidates, walk) for walk in walks]
+                walks = self._greedy(model, seen, forward, candidates, walks)
         left = list(zip(walks, lengths, strict=True))
         for true, length in zip(secret.tokens, secret.prompt_lengths, strict=True):
             goal = list(true[len(self._known) : length])
@@ -228,8 +248,9 @@ class PrefixCandidates(Attack):
         done: list[tuple[float, Walk]] = []
         for _ in range(seen.rows(0)):
             children: list[tuple[float, Walk]] = []
-            for walk in open_walks:
-                grown = list(self._branches(model, seen, 0, candidates, walk, places))
+            asked = [(seen, candidates, walk, places) for walk in open_walks]
+            for walk, found in zip(open_walks, self._pruned(model, 0, asked), strict=True):
+                grown = list(self._branches(0, walk, *found))
                 children += grown
                 if not grown and walk.accepted:
                     done.append((-float(len(walk.accepted)), walk))
@@ -241,12 +262,9 @@ class PrefixCandidates(Attack):
         done.sort(key=lambda pair: pair[0])
         return [walk for _, walk in done[:sequences]]
 
-    def _branches(
-        self, model: PublicModel, seen: Evidence, forward: int, candidates: Int64, walk: Walk,
-        places: Sequence[Place],
-    ) -> Iterator[tuple[float, Walk]]:  # fmt: skip
+    @staticmethod
+    def _branches(forward: int, walk: Walk, step: Step, scores: Scores) -> Iterator[tuple[float, Walk]]:
         """Plausible continuations of a hypothesis, with their joint scores."""
-        step, scores = self._pruned(model, seen, forward, candidates, walk, places)
         joint = fused(scores)
         for index in np.argsort(joint):
             if not plausible(scores, int(index)):
@@ -254,25 +272,40 @@ class PrefixCandidates(Attack):
             yield float(joint[index]), walk.taken(step, int(index), forward, True)
 
     def _greedy(
-        self, model: PublicModel, seen: Evidence, forward: int, candidates: Int64, walk: Walk
-    ) -> Walk:
-        step, scores = self._pruned(model, seen, forward, candidates, walk, self._ordering(seen, forward))
-        index = int(np.argmin(fused(scores)))
-        return walk.taken(step, index, forward, plausible(scores, index))
+        self, model: PublicModel, seen: Evidence, forward: int, candidates: Int64, walks: Sequence[Walk]
+    ) -> list[Walk]:
+        places = self._ordering(seen, forward)
+        found = self._pruned(model, forward, [(seen, candidates, walk, places) for walk in walks])
+        best = [int(np.argmin(fused(scores))) for _, scores in found]
+        return [
+            walk.taken(step, index, forward, plausible(scores, index))
+            for walk, index, (step, scores) in zip(walks, best, found, strict=True)
+        ]
 
     @staticmethod
     def _pruned(
-        model: PublicModel, seen: Evidence, forward: int, candidates: Int64, walk: Walk,
-        places: Sequence[Place],
-    ) -> tuple[Step, Scores]:  # fmt: skip
-        """Scores of the candidates that the cheapest place, attention at layer 0, leaves."""
-        if (0, "o") in places and len(candidates) > 2 * _KEPT:
-            first = model.step(walk.prefix, candidates, {(0, "o")})
-            near = scored(seen, forward, first, [(0, "o")], walk)[0, "o"]
-            kept = max(_KEPT, int(np.count_nonzero(near <= 1.0)))
-            candidates = candidates[np.argsort(near)[:kept]]
-        step = model.step(walk.prefix, candidates, set(places))
-        return step, scored(seen, forward, step, places, walk)
+        model: PublicModel, forward: int, asked: Sequence[tuple[Evidence, Int64, Walk, Sequence[Place]]]
+    ) -> list[tuple[Step, Scores]]:
+        """Scores of the candidates that the cheapest place, attention at layer 0, leaves.
+
+        ``asked``: hypotheses, each with its evidence, candidates and places; all forwards are batched.
+        """
+        left = [candidates for _, candidates, _, _ in asked]
+        first: Place = (0, "o")
+        many = [i for i, (_, c, _, places) in enumerate(asked) if first in places and len(c) > _KEPT]
+        if many:
+            steps = model.steps([asked[i][2].prefix for i in many], [left[i] for i in many], {first})
+            for i, step in zip(many, steps, strict=True):
+                seen, candidates, walk, _ = asked[i]
+                near = scored(seen, forward, step, [first], walk)[first]
+                kept = max(_KEPT, int(np.count_nonzero(near <= 1.0)))
+                left[i] = candidates[np.sort(np.argsort(near)[:kept])]
+        wanted = {place for _, _, _, places in asked for place in places}
+        steps = model.steps([walk.prefix for _, _, walk, _ in asked], left, wanted) if asked else []
+        return [
+            (step, scored(seen, forward, step, places, walk))
+            for step, (seen, _, walk, places) in zip(steps, asked, strict=True)
+        ]
 
     # One place alone, in the order of the model's own distribution.
 
@@ -289,7 +322,9 @@ class PrefixCandidates(Attack):
         tally, forced, ranks, hopeless = Tally(), Tally(), list[int](), 0
         for seen, secret in list(zip(evidence, secrets, strict=True))[: beam.prompts]:
             true = list(secret.tokens[0][len(self._known) : secret.prompt_lengths[0]])
-            chosen, found, accepted = self._alone(model, beam, seen, place, true)
+            chosen, found, accepted = walk_alone(
+                model, beam, seen, place, self._known, self._known or self._opening(model), true
+            )
             tally.add(chosen[: shared(chosen, true)], true)
             forced.add(chosen, true[: len(chosen)])
             ranks += found
@@ -310,49 +345,9 @@ class PrefixCandidates(Attack):
         )
         return tally
 
-    def _alone(
-        self, model: PublicModel, beam: Beam, seen: Evidence, place: Place, true: Sequence[int]
-    ) -> tuple[list[int], list[int], bool]:
-        """The choice at each position given the true tokens before it, the truth's rank, and whether
-        any choice was plausible. Up to the first error the choices are those of an unaided walk.
-        """
-        walk = Walk(model.prefix(self._known), len(self._known))
-        start = model.tokenizer.encode(self._start) if model.tokenizer else [0]
-        order = _likely(model, self._known or start)
-        chosen, ranks = list[int](), list[int]()
-        for token in true[: seen.rows(0)]:
-            ranks.append(int(np.flatnonzero(order == token)[0]))
-            widths = beam.widths
-            if not walk.prefix.tokens and widths[-1]:
-                widths = (*widths, max(beam.opening, widths[-1]))
-            choice, accepted = self._nearest(model, widths, seen, 0, place, walk, order)
-            chosen.append(choice)
-            # Through all layers, for the distribution of the token after.
-            step = model.step(walk.prefix, np.array([token]), {place, _HEAD})
-            order = _ranked(model, step)
-            walk = walk.taken(step, 0, 0, accepted)
-            if walk.lost():
-                break
-        return chosen, ranks, any(walk.accepted)
-
-    @staticmethod
-    def _nearest(
-        model: PublicModel, widths: Sequence[int], seen: Evidence, forward: int, place: Place, walk: Walk,
-        order: Int64,
-    ) -> tuple[int, bool]:  # fmt: skip
-        """The token of the smallest score, and whether it stands out."""
-        scores = np.empty(0, dtype=np.float32)
-        for width in widths:
-            tokens = order[len(scores) : width or len(order)]
-            if not len(tokens):
-                continue
-            rows = model.next_rows(walk.prefix, tokens, place)
-            before = walk.rows.get((forward, place), ())
-            scores = np.concatenate([scores, seen.score(forward, place, rows, before)])
-            first, second = np.partition(scores, 1)[:2]
-            if first < 1.0 and first <= _GAP * second:
-                return int(order[np.argmin(scores)]), True
-        return int(order[np.argmin(scores)]), bool(scores.min() <= 1.0)
+    def _opening(self, model: PublicModel) -> list[int]:
+        """What a prompt may follow, to order candidates for its first position."""
+        return model.tokenizer.encode(self._start) if model.tokenizer else [0]
 
     def _head(
         self, model: PublicModel, evidence: Sequence[Evidence], secrets: Sequence[PromptTruth],
@@ -362,11 +357,11 @@ class PrefixCandidates(Attack):
         tally = Tally()
         for seen, secret in list(zip(evidence, secrets, strict=True))[: self._head_prompts]:
             prompt = secret.tokens[0][: secret.prompt_lengths[0]]
-            if _HEAD not in seen.places(0) or len(prompt) < 2:
+            if HEAD not in seen.places(0) or len(prompt) < 2:
                 continue
             walk = Walk(model.prefix(prompt[:-1]))
-            order = _likely(model, prompt[:-1])
-            token, _ = self._nearest(model, (32, 256), seen, 0, _HEAD, walk, order)
+            order = likely(model, prompt[:-1])
+            token, _ = nearest(model, (32, 256), seen, 0, HEAD, walk, order)
             tally.add([token], prompt[-1:])
         if not tally.prompts:
             return None
@@ -376,13 +371,3 @@ class PrefixCandidates(Attack):
             "given the tokens before it."
         )
         return tally
-
-
-def _likely(model: PublicModel, tokens: Sequence[int]) -> Int64:
-    """Tokens ``(V,)`` from the most to the least probable after ``tokens``."""
-    return _ranked(model, model.step(model.prefix(tokens[:-1]), np.array(tokens[-1:]), {_HEAD}))
-
-
-def _ranked(model: PublicModel, step: Step) -> Int64:
-    order: Int64 = np.argsort(-model.logits(step.rows[_HEAD])[0], kind="stable")
-    return order
