@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 
+from gelo.formats import WeightFormat
 from gelo.header import OffloadHeader, Status
 from gpu_worker import session as session_module
 from gpu_worker.session import Sessions, fits
@@ -24,13 +25,13 @@ class Fixture:
         self.store = WeightStore(self.engine, lock, capacity=48)
         self.sessions = Sessions(self.engine, self.store, lock, limit=limit)
         self.weight = make_weight(6, 4)
-        self.store.add(self.weight.digest, 4, 6, [self.weight.data])
-        self.key = weight_key(self.weight.digest, 4, 6)
+        self.store.add(self.weight.digest, 4, 6, WeightFormat.FLOAT16, [self.weight.data])
+        self.key = weight_key(self.weight.digest, 4, 6, WeightFormat.FLOAT16)
 
     def replace_weight(self) -> None:
         """Upload another weight, for which the first must go."""
         other = make_weight(6, 4, seed=1)
-        self.store.add(other.digest, 4, 6, [other.data])
+        self.store.add(other.digest, 4, 6, WeightFormat.FLOAT16, [other.data])
 
 
 def header(**changes: int) -> OffloadHeader:

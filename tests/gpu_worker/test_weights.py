@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gelo.formats import WeightFormat
 from gelo.header import MAX_DIMENSION
 from gpu_worker.engines.base import EngineError
 from gpu_worker.weights import UploadError, WeightStore, weight_key
@@ -25,12 +26,12 @@ def make_store(capacity: int = 1 << 20) -> tuple[WeightStore, NumpyEngine]:
 
 def key(weight: Weight) -> bytes:
     d_out, d_in = weight.values.shape
-    return weight_key(weight.digest, d_in, d_out)
+    return weight_key(weight.digest, d_in, d_out, weight.format)
 
 
 def add(store: WeightStore, weight: Weight, chunks: Iterable[bytes] | None = None) -> None:
     d_out, d_in = weight.values.shape
-    store.add(weight.digest, d_in, d_out, [weight.data] if chunks is None else chunks)
+    store.add(weight.digest, d_in, d_out, weight.format, [weight.data] if chunks is None else chunks)
 
 
 @settings(max_examples=40, deadline=None)
@@ -107,7 +108,7 @@ def test_bad_references_are_refused_before_a_byte_is_read(digest: bytes, d_in: i
         yield b""
 
     with pytest.raises(UploadError, match="bounds"):
-        store.add(digest, d_in, d_out, unread())
+        store.add(digest, d_in, d_out, WeightFormat.FLOAT16, unread())
 
 
 def test_a_weight_beyond_the_capacity_is_refused_before_memory_is_taken() -> None:
@@ -116,7 +117,7 @@ def test_a_weight_beyond_the_capacity_is_refused_before_memory_is_taken() -> Non
         add(store, make_weight(15, 7))
     store, _ = make_store(capacity=1 << 60)
     with pytest.raises(UploadError, match="limit"):
-        store.add(bytes(32), MAX_DIMENSION, MAX_DIMENSION, [])
+        store.add(bytes(32), MAX_DIMENSION, MAX_DIMENSION, WeightFormat.FLOAT16, [])
 
 
 def test_adding_twice_loads_once() -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from gelo.formats import WeightFormat
 from gpu_worker.engines import amx, ring_amx, ring_kernels, ring_product
 from gpu_worker.engines.base import EngineError, LoadedWeight
 from gpu_worker.engines.microkernel import LANES
@@ -128,7 +129,8 @@ class RingCpu:
                     _pack(weight_bytes(part, shift), packed[first : first + _PACK_PANELS, index])
         except MemoryError as error:
             raise EngineError(f"no memory for a weight of {weight.nbytes} bytes") from error
-        return LoadedWeight(d_in=d_in, d_out=d_out, state=RingPanels(packed))
+        form = WeightFormat.of(weight.dtype)
+        return LoadedWeight(d_in=d_in, d_out=d_out, format=form, state=RingPanels(packed))
 
     def unload(self, weight: LoadedWeight) -> None:
         """The memory goes with the last reference."""
