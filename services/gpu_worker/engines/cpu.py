@@ -17,6 +17,7 @@ from gelo.slab import Doorbell, Slab
 from gpu_worker.engines import amx, cpu_loop
 from gpu_worker.engines.amx_tiles import PANELS, STEP
 from gpu_worker.engines.base import AnyWeight, Engine, EngineError, EngineInfo, LoadedWeight, OffloadLoop
+from gpu_worker.engines.memory import Arena, aligned_bytes
 from gpu_worker.engines.microkernel import LANES, padded_rows, widen_operand
 from gpu_worker.engines.ring_cpu import KERNELS, RingCpu, RingPanels
 from gpu_worker.engines.team import Team
@@ -54,7 +55,8 @@ class CpuEngine(Engine):
         self._team = Team(threads or len(os.sched_getaffinity(0)))
         self._scratch = np.empty(0, dtype=np.float32)
         self._padded_out = np.empty(0, dtype=np.float32)
-        self._tiles = amx.aligned_zeros(0)
+        self._tiles = aligned_bytes(0).view(np.uint16)
+        self._arena = Arena()
         self._amx: dict[int, int] = {}
         self._use_amx = use_amx
         # Most sessions use one kind of weight only: made with the first weight of integers.
@@ -116,7 +118,7 @@ class CpuEngine(Engine):
             panels = -(-panels // PANELS) * PANELS
             depth = -(-d_in // STEP) * STEP
         try:
-            words = amx.aligned_zeros(panels * depth * LANES)
+            words = self._arena.take(2 * panels * depth * LANES).view(np.uint16)
         except MemoryError as error:
             raise EngineError(f"no memory for a weight of {weight.nbytes} bytes") from error
         packed = words.view(np.float16).reshape(panels, depth, LANES)
@@ -135,17 +137,17 @@ class CpuEngine(Engine):
         for row, weight in zip(table, weights, strict=True):
             row[: cpu_loop.OF_KIND] = (weight.d_in, weight.d_out, weight.format.kind)
             row[cpu_loop.OF_KIND :] = self._loop_row(weight)
-        return cpu_loop.CpuLoop(self._team, table, slab, doorbell)
+        kernels = np.zeros((2, 2), dtype=np.int64) if self._ring is None else self._ring.kernels
+        return cpu_loop.CpuLoop(self._team, table, kernels, slab, doorbell)
 
     def _loop_row(self, weight: LoadedWeight) -> tuple[int, ...]:
         state = weight.state
         if isinstance(state, _Panels):
             panels, depth, _ = state.packed.shape
             fewest = _AMX_ROWS.get(state.planes, cpu_loop.MAX_ROWS + 1)
-            return state.packed.ctypes.data, panels, depth, fewest, 0, self._amx.get(state.planes, 0)
+            return state.packed.ctypes.data, panels, depth, fewest, self._amx.get(state.planes, 0)
         if isinstance(state, RingPanels) and self._ring is not None:
-            ring = self._ring
-            return state.address, state.panels, state.steps, state.parts, ring.kind, ring.address
+            return state.address, state.panels, state.steps, state.parts, 0
         raise EngineError("this weight was loaded by another engine")
 
     def unload(self, weight: LoadedWeight) -> None:
@@ -190,7 +192,7 @@ class CpuEngine(Engine):
         shape = amx.tiles_shape(rows, depth)
         size = shape[0] * shape[1] * shape[2] * shape[3] * shape[4]
         if self._tiles.size < size:
-            self._tiles = amx.aligned_zeros(size)
+            self._tiles = aligned_bytes(2 * size).view(np.uint16)
         tiles = self._tiles[:size].reshape(shape)
         if not amx.split_operand(np.ascontiguousarray(operand).view(np.uint16), tiles):
             return False

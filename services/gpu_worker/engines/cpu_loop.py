@@ -19,8 +19,9 @@ from gelo.atomics import atomic_load, monotonic_ns
 from gelo.doorbell_kernels import ring_header, wait_header, well_formed
 from gelo.header import OperandKind
 from gelo.slab import Doorbell, Slab
-from gpu_worker.engines.amx import aligned_zeros, split_operand, tiles_shape
+from gpu_worker.engines.amx import split_operand, tiles_shape
 from gpu_worker.engines.base import Left
+from gpu_worker.engines.memory import aligned_bytes
 from gpu_worker.engines.microkernel import LANES, padded_rows, widen_operand
 from gpu_worker.engines.ring_kernels import JOB_WORDS, STEP
 from gpu_worker.engines.ring_product import multiply
@@ -31,8 +32,8 @@ MAX_ROWS = 64
 
 # Columns of the table of weights. The first three are of every weight's; then, by kind:
 # f16 panels, their depth, the fewest rows that the kernel at KERNEL multiplies;
-# int8 panels, their steps and parts, the number and address of their kernel.
-D_IN, D_OUT, KIND, PACKED, PANELS, DEPTH, FEWEST_ROWS, RING_KERNEL, KERNEL, COLUMNS = range(10)
+# int8 panels, their steps and parts.
+D_IN, D_OUT, KIND, PACKED, PANELS, DEPTH, FEWEST_ROWS, KERNEL, COLUMNS = range(9)
 STEPS, PARTS = DEPTH, FEWEST_ROWS
 OF_KIND = PACKED
 _HALF = int(OperandKind.HALF)
@@ -41,12 +42,13 @@ _LOW = 0xFFFFFFFF
 
 @numba.njit(nogil=True, cache=True)
 def _multiply_words(
-    weight: Any, rows: int, operand: Any, out: int, tiles: Any, product: Any, job: Any, base: int
-) -> None:
+    kernels: Any, weight: Any, rows: int, operand: Any, out: int, tiles: Any, product: Any, job: Any,
+    base: int,
+) -> None:  # fmt: skip
     """As ``RingCpu.matmul``."""
     d_in = weight[D_IN]
     multiply(
-        weight[RING_KERNEL], weight[KERNEL], weight[PACKED], weight[PANELS], weight[STEPS], weight[PARTS],
+        kernels, weight[PACKED], weight[PANELS], weight[STEPS], weight[PARTS],
         operand[: rows * d_in].reshape(rows, d_in), out, weight[D_OUT], tiles.ctypes.data, product, job, base,
     )  # fmt: skip
 
@@ -77,8 +79,8 @@ def _multiply(
 
 @numba.njit(nogil=True, cache=True)
 def serve(
-    bell: Any, words: Any, table: Any, halves: Any, operand: Any, result: Any, tiles: Any, wide: Any,
-    product: Any, job: Any, base: int, wanted: int, spins: int,
+    bell: Any, words: Any, table: Any, kernels: Any, halves: Any, operand: Any, result: Any, tiles: Any,
+    wide: Any, product: Any, job: Any, base: int, wanted: int, spins: int,
 ) -> int:  # fmt: skip
     """Answer requests; returns a :class:`Left`.
 
@@ -109,7 +111,9 @@ def serve(
         else:
             if rows * d_in > operand.size:
                 return Left.REQUEST
-            _multiply_words(weight, rows, operand, result.ctypes.data, tiles, product, job, base)
+            _multiply_words(
+                kernels, weight, rows, operand, result.ctypes.data, tiles, product, job, base
+            )  # fmt: skip
         took = monotonic_ns() - started
         bell[6] += 1
         if ring_header(
@@ -121,16 +125,19 @@ def serve(
 class CpuLoop:
     """The loop of one session. One thread runs it, and only while it has the engine to itself."""
 
-    def __init__(self, team: Team, table: NDArray[np.int64], slab: Slab, doorbell: Doorbell) -> None:
-        """``table`` has a row of :data:`COLUMNS` per weight."""
+    def __init__(
+        self, team: Team, table: NDArray[np.int64], kernels: NDArray[np.int64], slab: Slab, doorbell: Doorbell
+    ) -> None:
+        """``table`` has a row of :data:`COLUMNS` per weight; ``kernels`` as for ``ring_product.multiply``."""
         self._team = team
         self._table = table
+        self._kernels = kernels
         self._halves, self._operand, self._result = slab.areas()
         self._doorbell = doorbell
         halves = table[:, KIND] == _HALF
         depth = int(table[halves, DEPTH].max(initial=1))
         steps = int(table[~halves, STEPS].max(initial=1))
-        self._tiles = aligned_zeros((MAX_ROWS + 4) * max(2 * depth, 2 * STEP * steps))
+        self._tiles = aligned_bytes((MAX_ROWS + 4) * 4 * max(depth, STEP * steps)).view(np.uint16)
         self._wide = np.empty(MAX_ROWS * depth, dtype=np.float32)
         self._product = np.zeros(JOB_WORDS, dtype=np.int64)
 
@@ -139,7 +146,7 @@ class CpuLoop:
         bell = self._doorbell
         return Left(
             serve(
-                bell.state, bell.words, self._table, self._halves, self._operand, self._result, self._tiles,
-                self._wide, self._product, self._team.job, self._team.base, wanted, spins,
+                bell.state, bell.words, self._table, self._kernels, self._halves, self._operand, self._result,
+                self._tiles, self._wide, self._product, self._team.job, self._team.base, wanted, spins,
             )
         )  # fmt: skip
