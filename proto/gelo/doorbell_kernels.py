@@ -10,16 +10,17 @@ from typing import Any
 import numba
 
 from gelo.atomics import atomic_load, atomic_store, plain_load, plain_store, yield_cpu
-from gelo.header import HEADER_BYTES, MAX_DIMENSION, MAX_ROWS, PREAMBLE
+from gelo.header import HEADER_BYTES, MAX_DIMENSION, MAX_ROWS, PREAMBLE, OperandKind
 
 WORDS = HEADER_BYTES // 8
 _LOW = 0xFFFFFFFF
+_KINDS = len(OperandKind)
 
 
 @numba.njit(nogil=True, cache=True)
 def ring_header(
     header: int, word: int, ring: int, sleeps: int, sequence: int, weight_id: int, rows: int, d_in: int,
-    d_out: int, compute_ns: int,
+    d_out: int, compute_ns: int, kind: int,
 ) -> bool:  # fmt: skip
     """Write a header of status OK, then ``ring`` to ``word``; True if the other side sleeps."""
     plain_store(header, PREAMBLE)
@@ -29,7 +30,7 @@ def ring_header(
     plain_store(header + 32, 0)
     plain_store(header + 40, 0)
     plain_store(header + 48, compute_ns)
-    plain_store(header + 56, 0)
+    plain_store(header + 56, kind)
     atomic_store(word, ring)
     return bool(atomic_load(sleeps) != 0)
 
@@ -53,16 +54,16 @@ def wait_header(word: int, seen: int, spins: int, header: int, words: Any) -> bo
 
 
 @numba.njit(nogil=True, cache=True)
-def answered(words: Any, sequence: int, weight_id: int, rows: int, d_in: int, d_out: int) -> int:
+def answered(words: Any, sequence: int, weight_id: int, rows: int, d_in: int, d_out: int, kind: int) -> int:
     """``compute_ns`` if ``words`` are a good answer to exactly this request, else -1."""
-    good = words[0] == PREAMBLE and words[1] == sequence and words[7] == 0
+    good = words[0] == PREAMBLE and words[1] == sequence and words[7] == kind
     good = good and words[2] == (weight_id | rows << 32) and words[3] == (d_in | d_out << 32)
     return words[6] if good and words[6] >= 0 else -1
 
 
 @numba.njit(nogil=True, cache=True)
 def well_formed(words: Any) -> bool:
-    """Whether ``words`` are a request whose sizes are in bounds."""
+    """Whether ``words`` are a request of a known kind whose sizes are in bounds."""
     rows, d_in, d_out = words[2] >> 32 & _LOW, words[3] & _LOW, words[3] >> 32 & _LOW
-    good = words[0] == PREAMBLE and words[7] == 0 and 0 < rows <= MAX_ROWS
+    good = words[0] == PREAMBLE and 0 <= words[7] < _KINDS and 0 < rows <= MAX_ROWS
     return bool(good and 0 < d_in <= MAX_DIMENSION and 0 < d_out <= MAX_DIMENSION)

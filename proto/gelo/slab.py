@@ -4,8 +4,8 @@ A slab is an anonymous memory file that the runner creates, seals against resizi
 to the worker over a unix socket. Layout::
 
     0      control page: the words below, the request header and the response header
-    4096   operand area   (rows, d_in) float16
-    ...    result area    (rows, d_out) float32, page aligned
+    4096   operand area   (rows, d_in) float16 or uint32
+    ...    result area    (rows, d_out) float32 or uint32, page aligned
 
 To ring, a side writes its 64-byte header, then stores the sequence number in its word. The
 other side spins on that word for a bounded number of yields, then announces in its
@@ -24,17 +24,19 @@ import socket
 import struct
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gelo.atomics import load_word, store_word
 from gelo.doorbell_kernels import WORDS, ring_header, wait_header
-from gelo.header import HEADER_BYTES
+from gelo.header import HEADER_BYTES, OperandKind
 
 CONTROL_BYTES = 4096
 MAX_SLAB_BYTES = 1 << 36
 _PAGE = 4096
+_FLOAT16, _FLOAT32, _UINT32 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.uint32)
 # Shapes whose views are kept: prompts have many lengths.
 _MAX_VIEWS = 1 << 10
 # Each word on a cache line of its own.
@@ -105,7 +107,7 @@ class Slab:
         self.sizes = sizes
         self._map = mmap.mmap(descriptor, sizes.total)
         self.memory: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
-        self._views: dict[tuple[int, int, int], NDArray[np.generic]] = {}
+        self._views: dict[tuple[int, str, int, int], NDArray[Any]] = {}
         self._base = int(self.memory.ctypes.data)
 
     @classmethod
@@ -141,23 +143,30 @@ class Slab:
 
     def operand(self, rows: int, d_in: int) -> NDArray[np.float16]:
         """The operand area as ``(rows, d_in)`` float16."""
-        return self._area(CONTROL_BYTES, self.sizes.operand, rows, d_in, np.dtype(np.float16))
+        return self._area(CONTROL_BYTES, self.sizes.operand, rows, d_in, _FLOAT16)
 
     def result(self, rows: int, d_out: int) -> NDArray[np.float32]:
         """The result area as ``(rows, d_out)`` float32."""
-        return self._area(self.sizes.result_start, self.sizes.result, rows, d_out, np.dtype(np.float32))
+        return self._area(self.sizes.result_start, self.sizes.result, rows, d_out, _FLOAT32)
 
-    def areas(self) -> tuple[NDArray[np.uint16], NDArray[np.float32]]:
-        """The whole operand area as float16 bits, and the whole result area."""
-        operand = self.memory[CONTROL_BYTES : CONTROL_BYTES + self.sizes.operand // 2 * 2]
+    def operand_words(self, rows: int, d_in: int) -> NDArray[np.uint32]:
+        """The operand area as ``(rows, d_in)`` uint32."""
+        return self._area(CONTROL_BYTES, self.sizes.operand, rows, d_in, _UINT32)
+
+    def result_words(self, rows: int, d_out: int) -> NDArray[np.uint32]:
+        """The result area as ``(rows, d_out)`` uint32."""
+        return self._area(self.sizes.result_start, self.sizes.result, rows, d_out, _UINT32)
+
+    def areas(self) -> tuple[NDArray[np.uint16], NDArray[np.uint32], NDArray[np.uint32]]:
+        """The whole operand area as float16 bits and as uint32, and the whole result area as bits."""
+        operand = self.memory[CONTROL_BYTES : self.sizes.result_start]
         start = self.sizes.result_start
         result = self.memory[start : start + self.sizes.result // 4 * 4]
-        return operand.view(np.uint16), result.view(np.float32)
+        halves, words = (operand[: self.sizes.operand // size * size] for size in (2, 4))
+        return halves.view(np.uint16), words.view(np.uint32), result.view(np.uint32)
 
-    def _area(
-        self, start: int, capacity: int, rows: int, columns: int, dtype: np.dtype[np.generic]
-    ) -> NDArray[np.generic]:
-        view = self._views.get((start, rows, columns))
+    def _area(self, start: int, capacity: int, rows: int, columns: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        view = self._views.get((start, dtype.char, rows, columns))
         if view is not None:
             return view
         size = rows * columns * dtype.itemsize
@@ -166,7 +175,7 @@ class Slab:
         if len(self._views) >= _MAX_VIEWS:
             self._views.clear()
         view = self.memory[start : start + size].view(dtype).reshape(rows, columns)
-        self._views[start, rows, columns] = view
+        self._views[start, dtype.char, rows, columns] = view
         return view
 
     def word(self, offset: int) -> int:
@@ -224,7 +233,9 @@ class Doorbell:
         """The sequence number rung last."""
         return int(self.state[_RUNG])
 
-    def ring_offload(self, sequence: int, weight_id: int, rows: int, d_in: int, d_out: int) -> None:
+    def ring_offload(
+        self, sequence: int, weight_id: int, rows: int, d_in: int, d_out: int, kind: int = OperandKind.HALF
+    ) -> None:
         """:meth:`ring` with the header of a request for this product.
 
         Raises:
@@ -233,7 +244,7 @@ class Doorbell:
         self.state[_RUNG] = sequence
         if ring_header(
             self._slab.word(self._my_header), self._my_word, sequence, self._their_sleep, sequence,
-            weight_id, rows, d_in, d_out, 0,
+            weight_id, rows, d_in, d_out, 0, int(kind),
         ):  # fmt: skip
             self.wake()
 

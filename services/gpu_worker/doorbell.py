@@ -9,9 +9,12 @@ import socket
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
 
 from gelo.doorbell_kernels import WORDS
-from gelo.header import HeaderError, OffloadHeader, Status
+from gelo.header import HeaderError, OffloadHeader, OperandKind, Status
 from gelo.slab import (
     ATTACH_BYTES,
     AttachMessage,
@@ -133,9 +136,15 @@ class DoorbellServer:
     def _run(self, session: Session, slab: Slab, header: OffloadHeader) -> OffloadHeader:
         try:
             if not fits(session, header):
-                raise SlabError("unknown weight or wrong shape")
-            operand = slab.operand(header.rows, header.d_in)
-            result = slab.result(header.rows, header.d_out)
+                raise SlabError("unknown weight, or not its shape or kind")
+            operand: NDArray[Any]
+            result: NDArray[Any]
+            if header.kind == OperandKind.WORDS:
+                operand = slab.operand_words(header.rows, header.d_in)
+                result = slab.result_words(header.rows, header.d_out)
+            else:
+                operand = slab.operand(header.rows, header.d_in)
+                result = slab.result(header.rows, header.d_out)
         except SlabError as error:
             log.warning("doorbell: bad request: %s", error)
             return header._replace(status=Status.BAD_REQUEST)

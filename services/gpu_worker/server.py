@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -15,7 +15,8 @@ import grpc
 import numpy as np
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from gelo.header import HeaderError, OffloadHeader, Status
+from gelo.formats import WeightFormat
+from gelo.header import HeaderError, OffloadHeader, OperandKind, Status
 from gelo.v1 import worker_pb2, worker_pb2_grpc
 from gpu_worker.doorbell import DoorbellServer
 from gpu_worker.engines.base import Engine, EngineError
@@ -78,8 +79,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.MissingWeightsRequest, context: grpc.ServicerContext
     ) -> worker_pb2.MissingWeightsReply:
         """The hashes, of those asked, that must be uploaded."""
-        _bounded(request.weights, context)
-        missing = [w.sha256 for w in request.weights if _key(w) not in self._store]
+        keys = _keys(request.weights, context)
+        missing = [key[:32] for key in keys if key not in self._store]
         return worker_pb2.MissingWeightsReply(sha256=missing)
 
     def UploadWeight(
@@ -90,9 +91,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         if first is None or first.WhichOneof("part") != "weight":
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "an upload starts with its weight reference")
         weight = first.weight
+        form = _format(weight, context)
         try:
             chunks = (message.chunk for message in request_iterator)
-            self._store.add(weight.sha256, weight.d_in, weight.d_out, chunks)
+            self._store.add(weight.sha256, weight.d_in, weight.d_out, form, chunks)
         except UploadError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except EngineError as error:
@@ -103,9 +105,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.OpenSessionRequest, context: grpc.ServicerContext
     ) -> worker_pb2.OpenSessionReply:
         """Bind weights to ids."""
-        _bounded(request.weights, context)
+        keys = _keys(request.weights, context)
         try:
-            session = self._sessions.open([_key(w) for w in request.weights])
+            session = self._sessions.open(keys)
         except KeyError:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "a weight of this session was not uploaded")
         except RuntimeError as error:
@@ -147,21 +149,27 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         good = fits(session, header) and len(request.operand) == header.operand_bytes
         if not good or header.result_bytes > MAX_MESSAGE_BYTES:
             return worker_pb2.ComputeReply(header=header._replace(status=Status.BAD_REQUEST).pack())
-        operand = np.frombuffer(request.operand, dtype=np.float16).reshape(header.rows, header.d_in)
-        result = np.empty((header.rows, header.d_out), dtype=np.float32)
+        words = header.kind == OperandKind.WORDS
+        operand = np.frombuffer(request.operand, dtype=np.uint32 if words else np.float16)
+        operand = operand.reshape(header.rows, header.d_in)
+        result = np.empty((header.rows, header.d_out), dtype=np.uint32 if words else np.float32)
         answer = self._sessions.execute(session, header, operand, result)
         payload = result.tobytes() if answer.status == Status.OK else b""
         return worker_pb2.ComputeReply(header=answer.pack(), result=payload)
 
 
-def _key(weight: worker_pb2.WeightRef) -> bytes:
-    return weight_key(weight.sha256, weight.d_in, weight.d_out)
+def _format(weight: worker_pb2.WeightRef, context: grpc.ServicerContext) -> WeightFormat:
+    try:
+        return WeightFormat(weight.format)
+    except ValueError:
+        context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"unknown weight format {weight.format}")
+        raise
 
 
-def _bounded(weights: Iterable[worker_pb2.WeightRef], context: grpc.ServicerContext) -> None:
-    for count, weight in enumerate(weights):
-        if count >= MAX_WEIGHTS or len(weight.sha256) != 32:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "too many weights, or a malformed hash")
+def _keys(weights: Sequence[worker_pb2.WeightRef], context: grpc.ServicerContext) -> list[bytes]:
+    if len(weights) > MAX_WEIGHTS or any(len(weight.sha256) != 32 for weight in weights):
+        context.abort(grpc.StatusCode.INVALID_ARGUMENT, "too many weights, or a malformed hash")
+    return [weight_key(w.sha256, w.d_in, w.d_out, _format(w, context)) for w in weights]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from gelo.header import OffloadHeader, Status
@@ -95,10 +95,13 @@ class Sessions:
         self,
         session: Session,
         header: OffloadHeader,
-        operand: NDArray[np.float16],
-        result: NDArray[np.float32],
+        operand: NDArray[Any],
+        result: NDArray[Any],
     ) -> OffloadHeader:
-        """Run one offload into ``result`` and return the header to answer with."""
+        """Run one offload into ``result`` and return the header to answer with.
+
+        ``operand`` and ``result`` are of ``header``'s shape and kind, and ``header`` :func:`fits`.
+        """
         weight = session.weights[header.weight_id]
         try:
             with self._lock:
@@ -113,8 +116,9 @@ class Sessions:
 
 
 def fits(session: Session, header: OffloadHeader) -> bool:
-    """Whether the header is a request for one of the session's weights with its right shape."""
+    """Whether the header is a request for one of the session's weights, with its shape and its kind."""
     if header.status != Status.OK or header.weight_id >= len(session.weights):
         return False
     weight = session.weights[header.weight_id]
-    return (weight.d_in, weight.d_out) == (header.d_in, header.d_out)
+    held = (weight.d_in, weight.d_out, weight.format.kind)
+    return held == (header.d_in, header.d_out, header.kind)

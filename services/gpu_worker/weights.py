@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from gelo.formats import WeightFormat
 from gelo.header import MAX_DIMENSION
 from gpu_worker.engines.base import Engine, LoadedWeight
 from gpu_worker.lock import EngineLock
@@ -20,15 +21,15 @@ class UploadError(ValueError):
     """An upload that cannot be accepted; the message says why."""
 
 
-def weight_key(digest: bytes, d_in: int, d_out: int) -> bytes:
-    """What identifies a resident weight: the same bytes in another shape are another weight."""
-    return digest + struct.pack("<II", d_in, d_out)
+def weight_key(digest: bytes, d_in: int, d_out: int, form: WeightFormat) -> bytes:
+    """What identifies a resident weight: the same bytes in another shape or format are another one."""
+    return digest + struct.pack("<III", d_in, d_out, form)
 
 
 class WeightStore:
     """Weights held by an engine, by :func:`weight_key`.
 
-    At most ``capacity`` bytes (f16). A new weight evicts the least recently bound ones that
+    At most ``capacity`` bytes, as uploaded. A new weight evicts the least recently bound ones that
     no open session uses. Thread-safe; ``lock`` serialises every use of the engine.
     """
 
@@ -45,10 +46,10 @@ class WeightStore:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of all resident weights, as f16."""
+        """Bytes of all resident weights, as uploaded."""
         return self._bytes
 
-    def add(self, digest: bytes, d_in: int, d_out: int, chunks: Iterable[bytes]) -> None:
+    def add(self, digest: bytes, d_in: int, d_out: int, form: WeightFormat, chunks: Iterable[bytes]) -> None:
         """Receive, check and load one weight.
 
         Raises:
@@ -57,7 +58,7 @@ class WeightStore:
         """
         if len(digest) != 32 or not (0 < d_in <= MAX_DIMENSION and 0 < d_out <= MAX_DIMENSION):
             raise UploadError("the weight's hash or shape is out of bounds")
-        size = d_in * d_out * 2
+        size = d_in * d_out * form.item_bytes
         if size > min(self._capacity, MAX_WEIGHT_BYTES):
             raise UploadError(f"a weight of {size} bytes exceeds this worker's limit")
         array = np.empty(size, dtype=np.uint8)
@@ -67,12 +68,12 @@ class WeightStore:
             hasher.update(chunk)
         if hasher.digest() != digest:
             raise UploadError("the bytes received do not have the announced SHA-256")
-        key = weight_key(digest, d_in, d_out)
+        key = weight_key(digest, d_in, d_out, form)
         with self._lock:
             if key in self._weights:
                 return
             self._make_room(size)
-            self._weights[key] = self._engine.load(array.view(np.float16).reshape(d_out, d_in))
+            self._weights[key] = self._engine.load(array.view(form.dtype).reshape(d_out, d_in))
             self._bytes += size
 
     def bind(self, keys: list[bytes]) -> list[LoadedWeight]:
@@ -102,7 +103,7 @@ class WeightStore:
                 return
             if key not in self._bound:
                 weight = self._weights.pop(key)
-                self._bytes -= weight.d_in * weight.d_out * 2
+                self._bytes -= weight.size
                 self._engine.unload(weight)
         if self._bytes + size > self._capacity:
             raise UploadError("no room: the open sessions' weights fill this worker")

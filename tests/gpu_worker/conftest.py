@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from gelo.formats import WeightFormat
+from gelo.header import OperandKind
 from gelo.v1 import worker_pb2, worker_pb2_grpc
-from gpu_worker.engines.base import Engine, EngineError, EngineInfo, LoadedWeight
+from gpu_worker.engines.base import AnyWeight, Engine, EngineError, EngineInfo, LoadedWeight
+from gpu_worker.engines.ring_weights import INT16_MAX
 from gpu_worker.server import RunningWorker, WorkerSettings, start
 
 HANG_GUARD_S = 30.0
@@ -31,11 +35,13 @@ class NumpyEngine(Engine):
         )
     )
 
-    def load(self, weight: NDArray[np.float16]) -> LoadedWeight:
+    def load(self, weight: AnyWeight) -> LoadedWeight:
         """See :meth:`Engine.load`."""
         if self.failing:
             raise EngineError("no memory")
-        loaded = LoadedWeight(d_in=weight.shape[1], d_out=weight.shape[0], state=weight.astype(np.float32))
+        form = WeightFormat.of(weight.dtype)
+        wide = weight.astype(np.float32 if form.kind == OperandKind.HALF else np.uint32)
+        loaded = LoadedWeight(d_in=weight.shape[1], d_out=weight.shape[0], format=form, state=wide)
         self.resident.append(loaded)
         return loaded
 
@@ -43,14 +49,14 @@ class NumpyEngine(Engine):
         """See :meth:`Engine.unload`."""
         self.resident = [other for other in self.resident if other is not weight]
 
-    def matmul(self, weight: LoadedWeight, operand: NDArray[np.float16], out: NDArray[np.float32]) -> None:
+    def matmul(self, weight: LoadedWeight, operand: NDArray[Any], out: NDArray[Any]) -> None:
         """See :meth:`Engine.matmul`."""
         if self.failing:
             raise EngineError("device lost")
         if self.closed or not any(weight is other for other in self.resident):
             raise AssertionError("an unloaded weight or a closed engine was used")
         assert isinstance(weight.state, np.ndarray)
-        out[...] = operand.astype(np.float32) @ weight.state.T
+        out[...] = operand.astype(weight.state.dtype) @ weight.state.T
 
     def close(self) -> None:
         """See :meth:`Engine.close`."""
@@ -61,8 +67,13 @@ class NumpyEngine(Engine):
 class Weight:
     """A weight and its name on the wire."""
 
-    values: NDArray[np.float16]
+    values: AnyWeight
     name: str = "w"
+
+    @property
+    def format(self) -> WeightFormat:
+        """What its values are."""
+        return WeightFormat.of(self.values.dtype)
 
     @property
     def data(self) -> bytes:
@@ -78,12 +89,19 @@ class Weight:
     def reference(self) -> worker_pb2.WeightRef:
         """As the protocol names it."""
         d_out, d_in = self.values.shape
-        return worker_pb2.WeightRef(name=self.name, sha256=self.digest, d_in=d_in, d_out=d_out)
+        number: Any = int(self.format)
+        return worker_pb2.WeightRef(name=self.name, sha256=self.digest, d_in=d_in, d_out=d_out, format=number)
 
 
 def make_weight(d_out: int, d_in: int, seed: int = 0) -> Weight:
     """Small integers, so that products are exact in any order."""
     return Weight(np.random.default_rng(seed).integers(-8, 9, (d_out, d_in)).astype(np.float16))
+
+
+def integer_weight(d_out: int, d_in: int, seed: int = 0, bits: int = 8) -> Weight:
+    """int8 or int16, for products modulo 2^32."""
+    values = np.random.default_rng(seed).integers(-INT16_MAX, INT16_MAX + 1, (d_out, d_in), dtype=np.int16)
+    return Weight(values.astype(np.int8) if bits == 8 else values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from gelo.formats import WeightFormat
 from gpu_worker.engines import create_engine
 from gpu_worker.engines.base import EngineError, LoadedWeight
 from gpu_worker.engines.cpu import CpuEngine
@@ -185,7 +186,7 @@ def test_misuse_is_an_engine_error() -> None:
         engine.matmul(weight, np.ones((2, 5), np.float16), np.empty((2, 3), np.float32))
     with pytest.raises(EngineError, match="fit"):
         engine.matmul(weight, np.ones((2, 4), np.float16), np.empty((1, 3), np.float32))
-    foreign = LoadedWeight(d_in=4, d_out=3, state=object())
+    foreign = LoadedWeight(d_in=4, d_out=3, format=WeightFormat.FLOAT16, state=object())
     with pytest.raises(EngineError, match="another engine"):
         engine.matmul(foreign, np.ones((2, 4), np.float16), np.empty((2, 3), np.float32))
     engine.close()

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import numpy as np
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gelo.header import OffloadHeader, Status
+from gelo.header import OffloadHeader, OperandKind, Status
 from gelo.slab import AttachMessage, Doorbell, DoorbellClosedError, Slab, SlabSizes
 from gelo.v1 import worker_pb2_grpc
 from gpu_worker.engines.cpu import CpuEngine
@@ -24,11 +25,18 @@ from gpu_worker.engines.cpu_loop import MAX_ROWS
 from gpu_worker.lock import EngineLock
 from gpu_worker.server import WorkerSettings, start
 
-from .conftest import HANG_GUARD_S, Service, Weight, make_weight
+from .conftest import HANG_GUARD_S, Service, Weight, integer_weight, make_weight
 
-SIZES = SlabSizes(operand=200 * 96 * 2, result=200 * 192 * 4)
-# The second has columns that are not whole panels, so that its results go through Python.
-WEIGHTS = (make_weight(192, 96), make_weight(50, 33, 1), make_weight(64, 96, 2))
+SIZES = SlabSizes(operand=200 * 96 * 4, result=200 * 192 * 4)
+# The second has columns that are not whole panels, so that its results go through Python. Weights of
+# both kinds in one session: float16 and integers, as the runner would have them of two schemes.
+WEIGHTS = (
+    make_weight(192, 96), make_weight(50, 33, 1), make_weight(64, 96, 2),
+    integer_weight(192, 96, 3), integer_weight(50, 33, 4), integer_weight(70, 64, 5, bits=16),
+)  # fmt: skip
+SHAPES = [weight.values.shape[::-1] for weight in WEIGHTS]
+
+Operand = NDArray[np.float16] | NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +47,19 @@ class Peer:
     doorbell: Doorbell
     socket: socket.socket
 
-    def offload(self, sequence: int, weight_id: int, operand: NDArray[np.float16]) -> OffloadHeader:
+    def offload(self, sequence: int, weight_id: int, operand: Operand) -> OffloadHeader:
         rows, d_in = operand.shape
-        self.slab.operand(rows, d_in)[...] = operand
+        kind = WEIGHTS[weight_id].format.kind
+        place = self.slab.operand if kind == OperandKind.HALF else self.slab.operand_words
+        place(rows, d_in)[...] = operand
         d_out = len(WEIGHTS[weight_id].values)
-        self.slab.result(rows, d_out).fill(np.nan)
-        self.doorbell.ring_offload(sequence, weight_id, rows, d_in, d_out)
+        self.slab.result_words(rows, d_out).fill(0xFFC00001)
+        self.doorbell.ring_offload(sequence, weight_id, rows, d_in, d_out, kind)
         return OffloadHeader.unpack(self.doorbell.wait(HANG_GUARD_S))
+
+    def result(self, weight_id: int, rows: int) -> NDArray[Any]:
+        words = self.slab.result_words(rows, len(WEIGHTS[weight_id].values))
+        return words if WEIGHTS[weight_id].format.kind == OperandKind.WORDS else words.view(np.float32)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["best", "vector"])
@@ -81,25 +95,30 @@ def peer(service: Service) -> Iterator[Peer]:
         yield connected
 
 
-def operand_of(rows: int, d_in: int, seed: int = 0) -> NDArray[np.float16]:
-    return np.random.default_rng(seed).integers(-8, 9, (rows, d_in)).astype(np.float16)
+def operand_of(rows: int, weight_id: int, seed: int = 0) -> Operand:
+    generator, d_in = np.random.default_rng(seed), SHAPES[weight_id][0]
+    if WEIGHTS[weight_id].format.kind == OperandKind.WORDS:
+        return generator.integers(0, 1 << 32, (rows, d_in), dtype=np.uint32)
+    return generator.integers(-8, 9, (rows, d_in)).astype(np.float16)
 
 
-def assert_right(peer: Peer, answer: OffloadHeader, weight_id: int, operand: NDArray[np.float16]) -> None:
+def assert_right(peer: Peer, answer: OffloadHeader, weight_id: int, operand: Operand) -> None:
     values = WEIGHTS[weight_id].values
     assert (answer.status, answer.weight_id, answer.rows) == (Status.OK, weight_id, len(operand))
     assert (answer.d_in, answer.d_out) == values.shape[::-1]
-    expected = operand.astype(np.float32) @ values.astype(np.float32).T
-    np.testing.assert_array_equal(peer.slab.result(len(operand), len(values)), expected)
+    assert answer.kind == WEIGHTS[weight_id].format.kind
+    wide = np.float32 if answer.kind == OperandKind.HALF else np.uint32
+    expected = operand.astype(wide) @ values.astype(wide).T
+    np.testing.assert_array_equal(peer.result(weight_id, len(operand)), expected)
 
 
 def test_every_row_count_and_weight(peer: Peer) -> None:
     """One after another: rows that the loop takes, and more than it takes, in any order."""
     sequence = 0
     for rows in (*range(1, MAX_ROWS + 3), 200, 1, 130, 16):
-        for weight_id in range(3):
+        for weight_id in range(len(WEIGHTS)):
             sequence += 1
-            operand = operand_of(rows, WEIGHTS[weight_id].values.shape[1], rows)
+            operand = operand_of(rows, weight_id, rows)
             answer = peer.offload(sequence, weight_id, operand)
             assert answer.sequence == sequence
             assert_right(peer, answer, weight_id, operand)
@@ -110,35 +129,48 @@ def test_both_sides_sleep_in_between(service: Service) -> None:
     with peer.socket:
         for sequence in range(1, 6):
             time.sleep(0.02)  # longer than the loop spins
-            operand = operand_of(3, 96, sequence)
-            assert_right(peer, peer.offload(sequence, 0, operand), 0, operand)
+            weight_id = sequence % 2 * 3
+            operand = operand_of(3, weight_id, sequence)
+            assert_right(peer, peer.offload(sequence, weight_id, operand), weight_id, operand)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+hostile_shapes = st.sampled_from(SHAPES) | st.tuples(
+    st.sampled_from([0, 33, 96, 97, 2**32 - 1]), st.sampled_from([0, 50, 64, 192, 2**32 - 1])
+)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    status=st.sampled_from([0, 0, 0, 1, 2]), weight=st.integers(0, 4) | st.just(2**32 - 1),
-    rows=st.integers(0, 300) | st.just(2**32 - 1), d_in=st.sampled_from([0, 33, 96, 97, 2**32 - 1]),
-    d_out=st.sampled_from([0, 50, 64, 192, 2**32 - 1]), preamble=st.sampled_from([None, 0, 2**64 - 1]),
+    status=st.sampled_from([0, 0, 0, 1, 2]), weight=st.integers(0, 7) | st.just(2**32 - 1),
+    rows=st.integers(0, 300) | st.just(2**32 - 1), shape=hostile_shapes,
+    preamble=st.sampled_from([None, None, None, 0, 2**64 - 1]),
+    kind=st.sampled_from([0, 0, 1, 1, 2, 1 << 32, 1 << 63, 2**64 - 1]),
 )  # fmt: skip
 def test_a_hostile_header_is_refused_and_nothing_else_is_touched(
-    service: Service, status: int, weight: int, rows: int, d_in: int, d_out: int, preamble: int | None
-) -> None:
+    service: Service, status: int, weight: int, rows: int, shape: tuple[int, int], preamble: int | None,
+    kind: int,
+) -> None:  # fmt: skip
+    d_in, d_out = shape
     peer = connect(service)
     with peer.socket:
         peer.slab.memory[SIZES.result_start :] = 0xA5
         raw = bytearray(OffloadHeader(sequence=1, weight_id=weight, rows=rows, d_in=d_in, d_out=d_out).pack())
         raw[6:8] = status.to_bytes(2, "little")
+        raw[56:] = kind.to_bytes(8, "little")
         if preamble is not None:
             raw[:8] = preamble.to_bytes(8, "little")
         peer.doorbell.ring(1, bytes(raw))
-        shapes = [weight.values.shape[::-1] for weight in WEIGHTS]
-        known = status == 0 and weight < 3 and (d_in, d_out) == shapes[weight] and rows > 0
-        good = known and rows * d_in * 2 <= SIZES.operand and rows * d_out * 4 <= SIZES.result
+        known = status == 0 and weight < len(WEIGHTS) and shape == SHAPES[weight] and rows > 0
+        known = known and kind == WEIGHTS[weight].format.kind
+        good = known and rows * d_in * (4 if kind else 2) <= SIZES.operand
+        good = good and rows * d_out * 4 <= SIZES.result
         try:
             answer = OffloadHeader.unpack(peer.doorbell.wait(HANG_GUARD_S))
         except DoorbellClosedError:
-            assert preamble is not None or not (
-                0 < rows <= 1 << 20 and 0 < d_in <= 1 << 24 and 0 < d_out <= 1 << 24
+            assert (
+                preamble is not None
+                or kind > 1
+                or not (0 < rows <= 1 << 20 and 0 < d_in <= 1 << 24 and 0 < d_out <= 1 << 24)
             )
             return
         assert answer.status == (Status.OK if good else Status.BAD_REQUEST)
@@ -148,13 +180,37 @@ def test_a_hostile_header_is_refused_and_nothing_else_is_touched(
 
 def test_operands_that_are_not_finite_reach_the_result(peer: Peer) -> None:
     for rows in (1, 7, 14, 16):
-        operand = operand_of(rows, 96)
+        operand = operand_of(rows, 0)
         operand[-1, 5] = np.inf
         with np.errstate(invalid="ignore"):
             expected = operand.astype(np.float32) @ WEIGHTS[0].values.astype(np.float32).T
         answer = peer.offload(peer.doorbell.rung + 1, 0, operand)
         assert answer.status == Status.OK
         np.testing.assert_array_equal(peer.slab.result(rows, 192), expected)
+
+
+def test_words_beyond_the_area_are_refused(peer: Peer) -> None:
+    rows = SIZES.operand // (64 * 4) + 1
+    assert rows * 70 * 4 <= SIZES.result
+    peer.doorbell.ring_offload(1, 5, rows, 64, 70, OperandKind.WORDS)
+    assert OffloadHeader.unpack(peer.doorbell.wait(HANG_GUARD_S)).status == Status.BAD_REQUEST
+    operand = operand_of(rows - 1, 5)
+    assert_right(peer, peer.offload(2, 5, operand), 5, operand)
+
+
+@pytest.mark.parametrize("weight_id", [0, 3, 5])
+def test_a_request_of_the_other_kind_is_refused(peer: Peer, weight_id: int) -> None:
+    """Half the operand is there for such a request, or twice of it: neither is read as the other."""
+    d_in, d_out = SHAPES[weight_id]
+    other = OperandKind(1 - WEIGHTS[weight_id].format.kind)
+    for sequence, rows in enumerate((1, 2, 64, 65), 1):
+        peer.slab.memory[SIZES.result_start :] = 0xA5
+        peer.doorbell.ring_offload(sequence, weight_id, rows, d_in, d_out, other)
+        answer = OffloadHeader.unpack(peer.doorbell.wait(HANG_GUARD_S))
+        assert (answer.status, answer.kind) == (Status.BAD_REQUEST, other)
+        assert (peer.slab.memory[SIZES.result_start :] == 0xA5).all()
+    operand = operand_of(3, weight_id)
+    assert_right(peer, peer.offload(9, weight_id, operand), weight_id, operand)
 
 
 def test_two_runners_share_the_engine(service: Service) -> None:
@@ -166,8 +222,8 @@ def test_two_runners_share_the_engine(service: Service) -> None:
             peer = connect(service)
             with peer.socket:
                 for sequence in range(1, 300):
-                    weight_id = (sequence + seed) % 3
-                    operand = operand_of(1 + sequence % 20, WEIGHTS[weight_id].values.shape[1], sequence)
+                    weight_id = (sequence + seed) % len(WEIGHTS)
+                    operand = operand_of(1 + sequence % 20, weight_id, sequence)
                     assert_right(peer, peer.offload(sequence, weight_id, operand), weight_id, operand)
         except BaseException as error:
             failures.append(error)
@@ -183,7 +239,7 @@ def test_two_runners_share_the_engine(service: Service) -> None:
     assert failures == []
 
 
-def keep_busy(peer: Peer, operand: NDArray[np.float16]) -> None:
+def keep_busy(peer: Peer, operand: Operand) -> None:
     for sequence in range(1, 1 << 30):
         peer.offload(sequence, 0, operand)
 
@@ -198,7 +254,7 @@ def test_closing_the_worker_ends_a_busy_loop() -> None:
         with peer.socket:
             stopper = threading.Timer(0.1, running.stop)
             stopper.start()
-            operand = operand_of(1, 96)
+            operand = operand_of(1, 0)
             with pytest.raises(DoorbellClosedError):
                 keep_busy(peer, operand)
             stopper.join(HANG_GUARD_S)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from gelo.formats import WeightFormat
 from gpu_worker.engines import ring_cpu
 from gpu_worker.engines.base import EngineError, LoadedWeight
 from gpu_worker.engines.ring_amx import blocks_needed
@@ -252,7 +253,7 @@ def test_a_failed_self_test(
 
         def off_by_one(self: RingCpu, weight: LoadedWeight, y: Words, out: Words) -> None:
             honest(self, weight, y, out)
-            if self.kind == KERNELS.index(first):
+            if self.kernels[1, 0] == KERNELS.index(first):
                 out[-1, -1] += 1
 
         monkeypatch.setattr(RingCpu, "matmul", off_by_one)
@@ -293,6 +294,6 @@ def test_misuse_is_an_engine_error(one: Team) -> None:
     ):
         with pytest.raises(EngineError, match="uint32"):
             ring.matmul(weight, y, out)
-    foreign = LoadedWeight(d_in=4, d_out=3, state=object())
+    foreign = LoadedWeight(d_in=4, d_out=3, format=WeightFormat.INT8, state=object())
     with pytest.raises(EngineError, match="another engine"):
         ring.matmul(foreign, np.ones((2, 4), np.uint32), np.empty((2, 3), np.uint32))

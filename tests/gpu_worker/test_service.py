@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -16,13 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gelo.header import OffloadHeader, Status
+from gelo.header import OffloadHeader, OperandKind, Status
 from gelo.slab import AttachMessage, Doorbell, DoorbellClosedError, Slab, SlabSizes
 from gelo.v1 import worker_pb2, worker_pb2_grpc
 from gpu_worker.server import MAX_MESSAGE_BYTES, MAX_WEIGHTS, WorkerSettings, start
 from tests.e2e.processes import WorkerProcess, start_worker
 
-from .conftest import HANG_GUARD_S, NumpyEngine, Service, StartService, Weight, make_weight
+from .conftest import HANG_GUARD_S, NumpyEngine, Service, StartService, Weight, integer_weight, make_weight
 
 SIZES = SlabSizes(operand=4096, result=8192)
 WEIGHT = make_weight(6, 4)
@@ -103,6 +104,36 @@ def test_the_same_bytes_in_another_shape_are_missing(service: Service) -> None:
         service.open(tall)
     service.upload(tall)
     service.open(wide, tall)
+
+
+def test_the_same_bytes_in_another_format_are_missing(service: Service) -> None:
+    halves = make_weight(6, 4)
+    shorts = Weight(halves.values.view(np.int16))
+    assert halves.digest == shorts.digest
+    service.upload(halves)
+    request = worker_pb2.MissingWeightsRequest(weights=[halves.reference, shorts.reference])
+    assert list(service.stub.MissingWeights(request).sha256) == [shorts.digest]
+    with pytest.raises(grpc.RpcError) as error:
+        service.open(shorts)
+    assert code_of(error) == grpc.StatusCode.FAILED_PRECONDITION
+    service.upload(shorts)
+    service.open(halves, shorts)
+
+
+@pytest.mark.parametrize("number", [3, 2**31 - 1, -1])
+def test_unknown_weight_formats_are_refused_everywhere(service: Service, number: Any) -> None:
+    service.upload(WEIGHT)
+    strange = worker_pb2.WeightRef(sha256=WEIGHT.digest, d_in=4, d_out=6, format=number)
+    calls: list[Callable[[], object]] = [
+        lambda: service.stub.MissingWeights(worker_pb2.MissingWeightsRequest(weights=[strange])),
+        lambda: service.stub.OpenSession(worker_pb2.OpenSessionRequest(weights=[strange])),
+        lambda: service.stub.UploadWeight(iter([Part(weight=strange), Part(chunk=WEIGHT.data)])),
+    ]
+    for call in calls:
+        with pytest.raises(grpc.RpcError, match="unknown weight format") as error:
+            call()
+        assert code_of(error) == grpc.StatusCode.INVALID_ARGUMENT
+    assert len(service.engine.resident) == 1
 
 
 @pytest.mark.parametrize("call", ["MissingWeights", "OpenSession"])
@@ -224,6 +255,47 @@ def test_compute(service: Service) -> None:
     assert first.result == expected.tobytes()
     assert OffloadHeader.unpack(second.header).sequence == 9
     assert second.result == (wide.astype(np.float32) @ other.values.astype(np.float32).T).tobytes()
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_compute_with_words(service: Service, bits: int) -> None:
+    """Beside a weight of float16 in the same session."""
+    weight = integer_weight(5, 9, bits=bits)
+    service.upload(WEIGHT, weight)
+    words = np.random.default_rng(bits).integers(0, 1 << 32, (3, 9), dtype=np.uint32)
+    head = header(sequence=7, weight_id=1, rows=3, d_in=9, d_out=5, kind=OperandKind.WORDS)
+    first, second = compute(
+        service,
+        service.open(WEIGHT, weight).session_id,
+        (head.pack(), words.tobytes()),
+        (header(sequence=8).pack(), operand_of().tobytes()),
+    )
+    answer = OffloadHeader.unpack(first.header)
+    assert answer == head._replace(compute_ns=answer.compute_ns)
+    assert first.result == (words @ weight.values.astype(np.uint32).T).tobytes()
+    assert OffloadHeader.unpack(second.header).status == Status.OK
+    assert second.result == (operand_of().astype(np.float32) @ WEIGHT.values.astype(np.float32).T).tobytes()
+
+
+@pytest.mark.parametrize("size", [16, 32])
+@pytest.mark.parametrize("weight", [WEIGHT, integer_weight(6, 4), integer_weight(6, 4, bits=16)])
+def test_the_other_kind_is_refused_inline(service: Service, weight: Weight, size: int) -> None:
+    """Whatever the operand's length: that of halves, that of words."""
+    service.upload(weight)
+    kind = weight.format.kind
+    right, wrong = header(kind=kind), header(sequence=2, kind=OperandKind(1 - kind))
+    good = bytes(2 * 4 * kind.item_bytes)
+    bad, fine, cut = compute(
+        service,
+        service.open(weight).session_id,
+        (wrong.pack(), bytes(size)),
+        (right.pack(), good),
+        (right.pack(), good[: len(good) // 2] if size == 16 else good * 2),
+    )
+    for reply, sent in ((bad, wrong), (cut, right)):
+        assert OffloadHeader.unpack(reply.header) == sent._replace(status=Status.BAD_REQUEST)
+        assert reply.result == b""
+    assert OffloadHeader.unpack(fine.header).status == Status.OK
 
 
 @pytest.mark.parametrize(
@@ -388,6 +460,49 @@ def test_bad_slab_offloads_are_answered_and_the_session_goes_on(
         assert OffloadHeader.unpack(doorbell.wait(HANG_GUARD_S)).status == Status.OK
 
 
+@pytest.mark.parametrize("bits", [8, 16])
+def test_words_through_a_slab(service: Service, bits: int) -> None:
+    weight = integer_weight(6, 4, bits=bits)
+    service.upload(weight, WEIGHT)
+    slab, doorbell, peer = attached(service, service.open(weight, WEIGHT, doorbell=True))
+    with peer:
+        for sequence in range(1, 30):
+            rows = 1 + sequence % 9
+            words = np.random.default_rng(sequence).integers(0, 1 << 32, (rows, 4), dtype=np.uint32)
+            slab.operand_words(rows, 4)[...] = words
+            doorbell.ring_offload(sequence, 0, rows, 4, 6, OperandKind.WORDS)
+            answer = OffloadHeader.unpack(doorbell.wait(HANG_GUARD_S))
+            assert (answer.status, answer.sequence, answer.kind) == (Status.OK, sequence, OperandKind.WORDS)
+            expected = words @ weight.values.astype(np.uint32).T
+            np.testing.assert_array_equal(slab.result_words(rows, 6), expected)
+            slab.operand(rows, 4)[...] = operand_of(rows)
+            doorbell.ring_offload(sequence + 1000, 1, rows, 4, 6)
+            assert OffloadHeader.unpack(doorbell.wait(HANG_GUARD_S)).status == Status.OK
+            halves = operand_of(rows).astype(np.float32) @ WEIGHT.values.T
+            np.testing.assert_array_equal(slab.result(rows, 6), halves)
+
+
+@pytest.mark.parametrize("weight", [WEIGHT, integer_weight(6, 4)])
+def test_the_other_kind_is_refused_in_a_slab(service: Service, weight: Weight) -> None:
+    service.upload(weight)
+    slab, doorbell, peer = attached(service, service.open(weight, doorbell=True))
+    slab.memory[SIZES.result_start :] = 0xA5
+    with peer:
+        kind = weight.format.kind
+        for sequence, (sent, status) in enumerate(
+            [(OperandKind(1 - kind), Status.BAD_REQUEST), (kind, Status.OK)], start=1
+        ):
+            doorbell.ring_offload(sequence, 0, 2, 4, 6, sent)
+            answer = OffloadHeader.unpack(doorbell.wait(HANG_GUARD_S))
+            assert (answer.status, answer.kind) == (status, sent)
+            written = SIZES.result_start + (48 if status == Status.OK else 0)
+            assert (slab.memory[written:] == 0xA5).all()
+        # Words fill the operand's area with half as many rows.
+        rows = SIZES.operand // (4 * kind.item_bytes) + 1
+        doorbell.ring_offload(3, 0, rows, 4, 6, kind)
+        assert OffloadHeader.unpack(doorbell.wait(HANG_GUARD_S)).status == Status.BAD_REQUEST
+
+
 def test_offsets_in_a_header_move_nothing(service: Service) -> None:
     """The worker computes offsets itself: those in the header cannot point outside the areas."""
     service.upload(WEIGHT)
@@ -512,6 +627,21 @@ def process() -> Iterator[WorkerProcess]:
     process.kill()
 
 
+def assert_words(stub: worker_pb2_grpc.WorkerStub) -> None:
+    """An offload of words to the CPU engine."""
+    weight = integer_weight(6, 4)
+    parts = [Part(weight=weight.reference), Part(chunk=weight.data)]
+    stub.UploadWeight(iter(parts), timeout=HANG_GUARD_S)
+    session = stub.OpenSession(worker_pb2.OpenSessionRequest(weights=[weight.reference]))
+    words = np.array([[0, 1, 2**31, 2**32 - 1], [5, 6, 7, 8]], np.uint32)
+    messages = [
+        worker_pb2.ComputeRequest(session_id=session.session_id),
+        worker_pb2.ComputeRequest(header=header(kind=OperandKind.WORDS).pack(), operand=words.tobytes()),
+    ]
+    (reply,) = stub.Compute(iter(messages), timeout=HANG_GUARD_S)
+    assert reply.result == (words @ weight.values.astype(np.uint32).T).tobytes()
+
+
 def test_the_server_process(process: WorkerProcess) -> None:
     with grpc.insecure_channel(process.address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
@@ -531,6 +661,7 @@ def test_the_server_process(process: WorkerProcess) -> None:
         (reply,) = stub.Compute(iter(messages), timeout=HANG_GUARD_S)
         expected = operand_of().astype(np.float32) @ WEIGHT.values.astype(np.float32).T
         assert reply.result == expected.tobytes()
+        assert_words(stub)
         directory = Path(session.doorbell_path).parent
         assert directory.is_dir()
     process.stop()

@@ -7,12 +7,14 @@ import threading
 import numpy as np
 import pytest
 
-from gelo.header import OffloadHeader, Status
+from gelo.formats import WeightFormat
+from gelo.header import OffloadHeader, OperandKind, Status
 from gpu_worker import session as session_module
+from gpu_worker.lock import EngineLock
 from gpu_worker.session import Sessions, fits
 from gpu_worker.weights import UploadError, WeightStore, weight_key
 
-from .conftest import NumpyEngine, make_weight
+from .conftest import NumpyEngine, integer_weight, make_weight
 
 
 class Fixture:
@@ -24,13 +26,13 @@ class Fixture:
         self.store = WeightStore(self.engine, lock, capacity=48)
         self.sessions = Sessions(self.engine, self.store, lock, limit=limit)
         self.weight = make_weight(6, 4)
-        self.store.add(self.weight.digest, 4, 6, [self.weight.data])
-        self.key = weight_key(self.weight.digest, 4, 6)
+        self.store.add(self.weight.digest, 4, 6, WeightFormat.FLOAT16, [self.weight.data])
+        self.key = weight_key(self.weight.digest, 4, 6, WeightFormat.FLOAT16)
 
     def replace_weight(self) -> None:
         """Upload another weight, for which the first must go."""
         other = make_weight(6, 4, seed=1)
-        self.store.add(other.digest, 4, 6, [other.data])
+        self.store.add(other.digest, 4, 6, WeightFormat.FLOAT16, [other.data])
 
 
 def header(**changes: int) -> OffloadHeader:
@@ -163,4 +165,23 @@ def test_headers_must_fit_the_session() -> None:
     for change in ({"weight_id": 1}, {"weight_id": 2**32 - 1}, {"d_in": 5}, {"d_out": 4}):
         assert not fits(session, header(**change))
     assert not fits(session, header(d_in=6, d_out=4))
+    assert not fits(session, header(status=Status.BAD_REQUEST))
     assert not fits(fixture.sessions.open([]), header())
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_the_kind_must_fit_the_weight(bits: int) -> None:
+    fixture = Fixture()
+    weight = integer_weight(6, 4, bits=bits)
+    store, engine = WeightStore(fixture.engine, EngineLock(), capacity=48), fixture.engine
+    store.add(weight.digest, 4, 6, weight.format, [weight.data])
+    sessions = Sessions(engine, store, EngineLock(), limit=1)
+    session = sessions.open([weight_key(weight.digest, 4, 6, weight.format)])
+    assert fits(session, header(kind=OperandKind.WORDS))
+    assert not fits(session, header())
+    assert not fits(fixture.sessions.open([fixture.key]), header(kind=OperandKind.WORDS))
+    operand = np.arange(8, dtype=np.uint32).reshape(2, 4) - np.uint32(3)
+    result = np.empty((2, 6), np.uint32)
+    answer = sessions.execute(session, header(kind=OperandKind.WORDS), operand, result)
+    assert (answer.status, answer.kind) == (Status.OK, OperandKind.WORDS)
+    np.testing.assert_array_equal(result, operand @ weight.values.astype(np.uint32).T)

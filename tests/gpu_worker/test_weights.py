@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gelo.formats import WeightFormat
 from gelo.header import MAX_DIMENSION
 from gpu_worker.engines.base import EngineError
 from gpu_worker.weights import UploadError, WeightStore, weight_key
 
-from .conftest import NumpyEngine, Weight, make_weight
+from .conftest import NumpyEngine, Weight, integer_weight, make_weight
 
 
 def make_store(capacity: int = 1 << 20) -> tuple[WeightStore, NumpyEngine]:
@@ -25,12 +26,12 @@ def make_store(capacity: int = 1 << 20) -> tuple[WeightStore, NumpyEngine]:
 
 def key(weight: Weight) -> bytes:
     d_out, d_in = weight.values.shape
-    return weight_key(weight.digest, d_in, d_out)
+    return weight_key(weight.digest, d_in, d_out, weight.format)
 
 
 def add(store: WeightStore, weight: Weight, chunks: Iterable[bytes] | None = None) -> None:
     d_out, d_in = weight.values.shape
-    store.add(weight.digest, d_in, d_out, [weight.data] if chunks is None else chunks)
+    store.add(weight.digest, d_in, d_out, weight.format, [weight.data] if chunks is None else chunks)
 
 
 @settings(max_examples=40, deadline=None)
@@ -107,7 +108,7 @@ def test_bad_references_are_refused_before_a_byte_is_read(digest: bytes, d_in: i
         yield b""
 
     with pytest.raises(UploadError, match="bounds"):
-        store.add(digest, d_in, d_out, unread())
+        store.add(digest, d_in, d_out, WeightFormat.FLOAT16, unread())
 
 
 def test_a_weight_beyond_the_capacity_is_refused_before_memory_is_taken() -> None:
@@ -116,7 +117,7 @@ def test_a_weight_beyond_the_capacity_is_refused_before_memory_is_taken() -> Non
         add(store, make_weight(15, 7))
     store, _ = make_store(capacity=1 << 60)
     with pytest.raises(UploadError, match="limit"):
-        store.add(bytes(32), MAX_DIMENSION, MAX_DIMENSION, [])
+        store.add(bytes(32), MAX_DIMENSION, MAX_DIMENSION, WeightFormat.FLOAT16, [])
 
 
 def test_adding_twice_loads_once() -> None:
@@ -136,6 +137,48 @@ def test_the_same_bytes_in_another_shape_are_another_weight() -> None:
         store.bind([key(tall)])
     add(store, tall)
     assert [w.d_in for w in store.bind([key(wide), key(tall)])] == [6, 2]
+
+
+def test_each_format_has_its_size_and_type() -> None:
+    store, engine = make_store(capacity=7 * 15 * (2 + 1 + 2))
+    weights = (make_weight(15, 7), integer_weight(15, 7), integer_weight(15, 7, bits=16))
+    for weight in weights:
+        add(store, weight)
+    assert [loaded.format for loaded in engine.resident] == list(WeightFormat)
+    for weight, loaded in zip(weights, store.bind([key(w) for w in weights]), strict=True):
+        assert loaded.size == len(weight.data)
+        wide = weight.values.astype(np.float32 if weight.format == WeightFormat.FLOAT16 else np.uint32)
+        np.testing.assert_array_equal(loaded.state, wide)
+    assert store.resident_bytes == 7 * 15 * 5
+    with pytest.raises(UploadError, match="no room"):
+        add(store, integer_weight(1, 1, seed=9))
+
+
+def test_the_same_bytes_in_another_format_are_another_weight() -> None:
+    store, _ = make_store()
+    halves = make_weight(6, 4)
+    shorts, bytes_ = Weight(halves.values.view(np.int16)), Weight(halves.values.view(np.int8))
+    assert halves.digest == shorts.digest == bytes_.digest
+    add(store, halves)
+    for other in (shorts, bytes_):
+        with pytest.raises(KeyError):
+            store.bind([key(other)])
+        add(store, other)
+    loaded = store.bind([key(w) for w in (halves, shorts, bytes_)])
+    assert [(w.format, w.d_in) for w in loaded] == [
+        (WeightFormat.FLOAT16, 4), (WeightFormat.INT16, 4), (WeightFormat.INT8, 8),
+    ]  # fmt: skip
+    assert store.resident_bytes == 3 * 48
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_integer_weights_of_the_wrong_length_are_refused(bits: int) -> None:
+    store, _ = make_store()
+    weight = integer_weight(15, 7, bits=bits)
+    for data in (weight.data[:-1], weight.data + b"\0", weight.data * 2):
+        with pytest.raises(UploadError, match="announced"):
+            add(store, weight, [data])
+    assert store.resident_bytes == 0
 
 
 def test_the_least_recently_bound_goes_first() -> None:

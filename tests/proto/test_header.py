@@ -9,11 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gelo.header import HEADER_BYTES, MAX_DIMENSION, MAX_ROWS, HeaderError, OffloadHeader, Status
+from gelo.header import (
+    HEADER_BYTES,
+    MAX_DIMENSION,
+    MAX_ROWS,
+    HeaderError,
+    OffloadHeader,
+    OperandKind,
+    Status,
+)
 
 GOOD = OffloadHeader(
     sequence=7, weight_id=3, rows=5, d_in=576, d_out=960, operand_offset=4096, result_offset=1 << 20,
-    compute_ns=123_456_789, status=Status.ENGINE_FAILED,
+    compute_ns=123_456_789, status=Status.ENGINE_FAILED, kind=OperandKind.WORDS,
 )  # fmt: skip
 # The layout written out independently: offset, format, name.
 FIELDS = {
@@ -28,7 +36,7 @@ FIELDS = {
     "operand_offset": (32, "<Q"),
     "result_offset": (40, "<Q"),
     "compute_ns": (48, "<Q"),
-    "reserved": (56, "<Q"),
+    "kind": (56, "<Q"),
 }
 
 
@@ -47,13 +55,15 @@ def test_bytes_on_the_wire_are_as_specified() -> None:
     assert values == {
         "magic": 0x4F4C4547, "version": 1, "status": 2, "sequence": 7, "weight_id": 3, "rows": 5, "d_in": 576,
         "d_out": 960, "operand_offset": 4096, "result_offset": 1 << 20, "compute_ns": 123_456_789,
-        "reserved": 0,
+        "kind": 1,
     }  # fmt: skip
 
 
 def test_sizes() -> None:
-    assert GOOD.operand_bytes == 5 * 576 * 2
-    assert GOOD.result_bytes == 5 * 960 * 4
+    assert GOOD.operand_bytes == 5 * 576 * 4
+    halves = GOOD._replace(kind=OperandKind.HALF)
+    assert halves.operand_bytes == 5 * 576 * 2
+    assert GOOD.result_bytes == halves.result_bytes == 5 * 960 * 4
 
 
 u32 = st.integers(0, 2**32 - 1)
@@ -69,6 +79,7 @@ headers = st.builds(
     result_offset=u64,
     compute_ns=u64,
     status=st.sampled_from(Status),
+    kind=st.sampled_from(OperandKind),
 )
 
 
@@ -102,8 +113,11 @@ def test_wrong_length(length: int) -> None:
         ("d_out", 0),
         ("d_out", MAX_DIMENSION + 1),
         ("d_out", 2**32 - 1),
-        ("reserved", 1),
-        ("reserved", 1 << 63),
+        ("kind", 2),
+        ("kind", 1 << 8),
+        ("kind", 1 << 32),
+        ("kind", 1 << 63),
+        ("kind", 2**64 - 1),
     ],
 )
 def test_malformed_field(field: str, value: int) -> None:
@@ -127,14 +141,14 @@ near = st.one_of(st.integers(0, 2), st.sampled_from([MAX_ROWS, MAX_ROWS + 1, MAX
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(0, 4), u64, near, near, near, st.integers(0, 1))
+@given(st.integers(0, 4), u64, near, near, near, st.integers(0, 3) | u64)
 def test_accepted_bytes_are_canonical(
-    status: int, number: int, rows: int, d_in: int, d_out: int, reserved: int
+    status: int, number: int, rows: int, d_in: int, d_out: int, kind: int
 ) -> None:
     """What passes has every field in bounds and packs to the same bytes: one reading per header."""
     sizes = (rows, d_in, d_out)
-    data = struct.pack("<IHHQIIIIQQQQ", 0x4F4C4547, 1, status, number, 1, *sizes, 0, 0, number, reserved)
-    valid = status <= 2 and reserved == 0 and 0 < rows <= MAX_ROWS and min(d_in, d_out) > 0
+    data = struct.pack("<IHHQIIIIQQQQ", 0x4F4C4547, 1, status, number, 1, *sizes, 0, 0, number, kind)
+    valid = status <= 2 and kind <= 1 and 0 < rows <= MAX_ROWS and min(d_in, d_out) > 0
     if valid and max(d_in, d_out) <= MAX_DIMENSION:
         assert OffloadHeader.unpack(data).pack() == data
     else:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14gelo/v1/worker.proto\x12\x07gelo.v1\"\x10\n\x0eGetInfoRequest\"\x87\x02\n\x0cGetInfoReply\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x04 \x01(\t\x12\x14\n\x0chardware_gpu\x18\x05 \x01(\x08\x12\x10\n\x08\x66\x65\x61tures\x18\x06 \x03(\t\x12\x31\n\x06limits\x18\x07 \x03(\x0b\x32!.gelo.v1.GetInfoReply.LimitsEntry\x12\x19\n\x11max_message_bytes\x18\x08 \x01(\x04\x12\x0f\n\x07\x62oot_id\x18\t \x01(\t\x1a-\n\x0bLimitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"F\n\tWeightRef\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\x0c\x12\x0c\n\x04\x64_in\x18\x03 \x01(\r\x12\r\n\x05\x64_out\x18\x04 \x01(\r\"<\n\x15MissingWeightsRequest\x12#\n\x07weights\x18\x01 \x03(\x0b\x32\x12.gelo.v1.WeightRef\"%\n\x13MissingWeightsReply\x12\x0e\n\x06sha256\x18\x01 \x03(\x0c\"T\n\x13UploadWeightRequest\x12$\n\x06weight\x18\x01 \x01(\x0b\x32\x12.gelo.v1.WeightRefH\x00\x12\x0f\n\x05\x63hunk\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"\x13\n\x11UploadWeightReply\"P\n\x12OpenSessionRequest\x12#\n\x07weights\x18\x01 \x03(\x0b\x32\x12.gelo.v1.WeightRef\x12\x15\n\rwant_doorbell\x18\x02 \x01(\x08\"=\n\x10OpenSessionReply\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x15\n\rdoorbell_path\x18\x02 \x01(\t\")\n\x13\x43loseSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\"\x13\n\x11\x43loseSessionReply\"E\n\x0e\x43omputeRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x0e\n\x06header\x18\x02 \x01(\x0c\x12\x0f\n\x07operand\x18\x03 \x01(\x0c\".\n\x0c\x43omputeReply\x12\x0e\n\x06header\x18\x01 \x01(\x0c\x12\x0e\n\x06result\x18\x02 \x01(\x0c\x32\xaf\x03\n\x06Worker\x12\x39\n\x07GetInfo\x12\x17.gelo.v1.GetInfoRequest\x1a\x15.gelo.v1.GetInfoReply\x12N\n\x0eMissingWeights\x12\x1e.gelo.v1.MissingWeightsRequest\x1a\x1c.gelo.v1.MissingWeightsReply\x12J\n\x0cUploadWeight\x12\x1c.gelo.v1.UploadWeightRequest\x1a\x1a.gelo.v1.UploadWeightReply(\x01\x12\x45\n\x0bOpenSession\x12\x1b.gelo.v1.OpenSessionRequest\x1a\x19.gelo.v1.OpenSessionReply\x12H\n\x0c\x43loseSession\x12\x1c.gelo.v1.CloseSessionRequest\x1a\x1a.gelo.v1.CloseSessionReply\x12=\n\x07\x43ompute\x12\x17.gelo.v1.ComputeRequest\x1a\x15.gelo.v1.ComputeReply(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14gelo/v1/worker.proto\x12\x07gelo.v1\"\x10\n\x0eGetInfoRequest\"\x87\x02\n\x0cGetInfoReply\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x04 \x01(\t\x12\x14\n\x0chardware_gpu\x18\x05 \x01(\x08\x12\x10\n\x08\x66\x65\x61tures\x18\x06 \x03(\t\x12\x31\n\x06limits\x18\x07 \x03(\x0b\x32!.gelo.v1.GetInfoReply.LimitsEntry\x12\x19\n\x11max_message_bytes\x18\x08 \x01(\x04\x12\x0f\n\x07\x62oot_id\x18\t \x01(\t\x1a-\n\x0bLimitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"m\n\tWeightRef\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\x0c\x12\x0c\n\x04\x64_in\x18\x03 \x01(\r\x12\r\n\x05\x64_out\x18\x04 \x01(\r\x12%\n\x06\x66ormat\x18\x05 \x01(\x0e\x32\x15.gelo.v1.WeightFormat\"<\n\x15MissingWeightsRequest\x12#\n\x07weights\x18\x01 \x03(\x0b\x32\x12.gelo.v1.WeightRef\"%\n\x13MissingWeightsReply\x12\x0e\n\x06sha256\x18\x01 \x03(\x0c\"T\n\x13UploadWeightRequest\x12$\n\x06weight\x18\x01 \x01(\x0b\x32\x12.gelo.v1.WeightRefH\x00\x12\x0f\n\x05\x63hunk\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"\x13\n\x11UploadWeightReply\"P\n\x12OpenSessionRequest\x12#\n\x07weights\x18\x01 \x03(\x0b\x32\x12.gelo.v1.WeightRef\x12\x15\n\rwant_doorbell\x18\x02 \x01(\x08\"=\n\x10OpenSessionReply\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x15\n\rdoorbell_path\x18\x02 \x01(\t\")\n\x13\x43loseSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\"\x13\n\x11\x43loseSessionReply\"E\n\x0e\x43omputeRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x0e\n\x06header\x18\x02 \x01(\x0c\x12\x0f\n\x07operand\x18\x03 \x01(\x0c\".\n\x0c\x43omputeReply\x12\x0e\n\x06header\x18\x01 \x01(\x0c\x12\x0e\n\x06result\x18\x02 \x01(\x0c*0\n\x0cWeightFormat\x12\x0b\n\x07\x46LOAT16\x10\x00\x12\x08\n\x04INT8\x10\x01\x12\t\n\x05INT16\x10\x02\x32\xaf\x03\n\x06Worker\x12\x39\n\x07GetInfo\x12\x17.gelo.v1.GetInfoRequest\x1a\x15.gelo.v1.GetInfoReply\x12N\n\x0eMissingWeights\x12\x1e.gelo.v1.MissingWeightsRequest\x1a\x1c.gelo.v1.MissingWeightsReply\x12J\n\x0cUploadWeight\x12\x1c.gelo.v1.UploadWeightRequest\x1a\x1a.gelo.v1.UploadWeightReply(\x01\x12\x45\n\x0bOpenSession\x12\x1b.gelo.v1.OpenSessionRequest\x1a\x19.gelo.v1.OpenSessionReply\x12H\n\x0c\x43loseSession\x12\x1c.gelo.v1.CloseSessionRequest\x1a\x1a.gelo.v1.CloseSessionReply\x12=\n\x07\x43ompute\x12\x17.gelo.v1.ComputeRequest\x1a\x15.gelo.v1.ComputeReply(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,6 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GETINFOREPLY_LIMITSENTRY']._loaded_options = None
   _globals['_GETINFOREPLY_LIMITSENTRY']._serialized_options = b'8\001'
+  _globals['_WEIGHTFORMAT']._serialized_start=964
+  _globals['_WEIGHTFORMAT']._serialized_end=1012
   _globals['_GETINFOREQUEST']._serialized_start=33
   _globals['_GETINFOREQUEST']._serialized_end=49
   _globals['_GETINFOREPLY']._serialized_start=52
@@ -40,27 +42,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETINFOREPLY_LIMITSENTRY']._serialized_start=270
   _globals['_GETINFOREPLY_LIMITSENTRY']._serialized_end=315
   _globals['_WEIGHTREF']._serialized_start=317
-  _globals['_WEIGHTREF']._serialized_end=387
-  _globals['_MISSINGWEIGHTSREQUEST']._serialized_start=389
-  _globals['_MISSINGWEIGHTSREQUEST']._serialized_end=449
-  _globals['_MISSINGWEIGHTSREPLY']._serialized_start=451
-  _globals['_MISSINGWEIGHTSREPLY']._serialized_end=488
-  _globals['_UPLOADWEIGHTREQUEST']._serialized_start=490
-  _globals['_UPLOADWEIGHTREQUEST']._serialized_end=574
-  _globals['_UPLOADWEIGHTREPLY']._serialized_start=576
-  _globals['_UPLOADWEIGHTREPLY']._serialized_end=595
-  _globals['_OPENSESSIONREQUEST']._serialized_start=597
-  _globals['_OPENSESSIONREQUEST']._serialized_end=677
-  _globals['_OPENSESSIONREPLY']._serialized_start=679
-  _globals['_OPENSESSIONREPLY']._serialized_end=740
-  _globals['_CLOSESESSIONREQUEST']._serialized_start=742
-  _globals['_CLOSESESSIONREQUEST']._serialized_end=783
-  _globals['_CLOSESESSIONREPLY']._serialized_start=785
-  _globals['_CLOSESESSIONREPLY']._serialized_end=804
-  _globals['_COMPUTEREQUEST']._serialized_start=806
-  _globals['_COMPUTEREQUEST']._serialized_end=875
-  _globals['_COMPUTEREPLY']._serialized_start=877
-  _globals['_COMPUTEREPLY']._serialized_end=923
-  _globals['_WORKER']._serialized_start=926
-  _globals['_WORKER']._serialized_end=1357
+  _globals['_WEIGHTREF']._serialized_end=426
+  _globals['_MISSINGWEIGHTSREQUEST']._serialized_start=428
+  _globals['_MISSINGWEIGHTSREQUEST']._serialized_end=488
+  _globals['_MISSINGWEIGHTSREPLY']._serialized_start=490
+  _globals['_MISSINGWEIGHTSREPLY']._serialized_end=527
+  _globals['_UPLOADWEIGHTREQUEST']._serialized_start=529
+  _globals['_UPLOADWEIGHTREQUEST']._serialized_end=613
+  _globals['_UPLOADWEIGHTREPLY']._serialized_start=615
+  _globals['_UPLOADWEIGHTREPLY']._serialized_end=634
+  _globals['_OPENSESSIONREQUEST']._serialized_start=636
+  _globals['_OPENSESSIONREQUEST']._serialized_end=716
+  _globals['_OPENSESSIONREPLY']._serialized_start=718
+  _globals['_OPENSESSIONREPLY']._serialized_end=779
+  _globals['_CLOSESESSIONREQUEST']._serialized_start=781
+  _globals['_CLOSESESSIONREQUEST']._serialized_end=822
+  _globals['_CLOSESESSIONREPLY']._serialized_start=824
+  _globals['_CLOSESESSIONREPLY']._serialized_end=843
+  _globals['_COMPUTEREQUEST']._serialized_start=845
+  _globals['_COMPUTEREQUEST']._serialized_end=914
+  _globals['_COMPUTEREPLY']._serialized_start=916
+  _globals['_COMPUTEREPLY']._serialized_end=962
+  _globals['_WORKER']._serialized_start=1015
+  _globals['_WORKER']._serialized_end=1446
 # @@protoc_insertion_point(module_scope)

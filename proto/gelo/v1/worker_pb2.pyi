@@ -11,6 +11,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -21,6 +22,30 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _WeightFormat:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WeightFormatEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WeightFormat.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    FLOAT16: _WeightFormat.ValueType  # 0
+    """float16 operands, float32 results"""
+    INT8: _WeightFormat.ValueType  # 1
+    """uint32 operands and results, modulo 2^32"""
+    INT16: _WeightFormat.ValueType  # 2
+    """likewise; no value above 32639"""
+
+class WeightFormat(_WeightFormat, metaclass=_WeightFormatEnumTypeWrapper):
+    """What a weight's bytes are, and with it what it is multiplied by."""
+
+FLOAT16: WeightFormat.ValueType  # 0
+"""float16 operands, float32 results"""
+INT8: WeightFormat.ValueType  # 1
+"""uint32 operands and results, modulo 2^32"""
+INT16: WeightFormat.ValueType  # 2
+"""likewise; no value above 32639"""
+Global___WeightFormat: _TypeAlias = WeightFormat  # noqa: Y015
 
 @_typing.final
 class GetInfoRequest(_message.Message):
@@ -108,7 +133,7 @@ Global___GetInfoReply: _TypeAlias = GetInfoReply  # noqa: Y015
 
 @_typing.final
 class WeightRef(_message.Message):
-    """A weight by content: SHA-256 over its bytes, (d_out, d_in) float16 little-endian, row-major."""
+    """A weight by content: SHA-256 over its bytes, (d_out, d_in) little-endian, row-major."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -116,10 +141,12 @@ class WeightRef(_message.Message):
     SHA256_FIELD_NUMBER: _builtins.int
     D_IN_FIELD_NUMBER: _builtins.int
     D_OUT_FIELD_NUMBER: _builtins.int
+    FORMAT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     sha256: _builtins.bytes
     d_in: _builtins.int
     d_out: _builtins.int
+    format: Global___WeightFormat.ValueType
     def __init__(
         self,
         *,
@@ -127,10 +154,11 @@ class WeightRef(_message.Message):
         sha256: _builtins.bytes = ...,
         d_in: _builtins.int = ...,
         d_out: _builtins.int = ...,
+        format: Global___WeightFormat.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["d_in", b"d_in", "d_out", b"d_out", "name", b"name", "sha256", b"sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["d_in", b"d_in", "d_out", b"d_out", "format", b"format", "name", b"name", "sha256", b"sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -312,7 +340,7 @@ class ComputeRequest(_message.Message):
     """first message only"""
     header: _builtins.bytes
     operand: _builtins.bytes
-    """(rows, d_in) float16"""
+    """(rows, d_in) float16 or uint32, as the header says"""
     def __init__(
         self,
         *,
@@ -336,7 +364,7 @@ class ComputeReply(_message.Message):
     RESULT_FIELD_NUMBER: _builtins.int
     header: _builtins.bytes
     result: _builtins.bytes
-    """(rows, d_out) float32"""
+    """(rows, d_out) float32 or uint32"""
     def __init__(
         self,
         *,

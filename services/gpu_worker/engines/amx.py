@@ -26,7 +26,6 @@ import numba
 import numpy as np
 from numba import types
 from numba.core.registry import cpu_target
-from numpy.typing import NDArray
 
 from gelo.atomics import atomic_load
 from gelo.f16 import half_to_float
@@ -254,13 +253,6 @@ def tiles_shape(rows: int, depth: int) -> Any:
     """
     blocks = 1 if rows <= TILE_ROWS else (rows + 2 * TILE_ROWS - 1) // (2 * TILE_ROWS) * 2
     return blocks, (depth + STEP - 1) // STEP, 2, (rows + blocks - 1) // blocks, STEP
-
-
-def aligned_zeros(size: int) -> NDArray[np.uint16]:
-    """``size`` words on cache lines: a tile row that straddles two lines is read twice."""
-    memory = np.zeros(size + 32, dtype=np.uint16)
-    start = -int(memory.ctypes.data) % 64 // 2
-    return memory[start : start + size]
 
 
 def target_features() -> frozenset[str]:

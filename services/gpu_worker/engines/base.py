@@ -6,11 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gelo.formats import WeightFormat
 from gelo.slab import Doorbell, Slab
 
 
@@ -28,11 +29,20 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedWeight:
-    """An engine's handle to a resident weight. ``state`` is the engine's own."""
+    """An engine's handle to a resident weight of ``format``. ``state`` is the engine's own."""
 
     d_in: int
     d_out: int
+    format: WeightFormat
     state: object
+
+    @property
+    def size(self) -> int:
+        """Of its values as uploaded, in bytes."""
+        return self.d_in * self.d_out * self.format.item_bytes
+
+
+AnyWeight = NDArray[np.float16] | NDArray[np.int8] | NDArray[np.int16]
 
 
 class EngineError(RuntimeError):
@@ -59,7 +69,7 @@ class OffloadLoop(Protocol):
 
 
 class Engine(ABC):
-    """Matrix products with f16 operands and f32 accumulation.
+    """Matrix products: f16 factors with f32 accumulation, or integers modulo 2^32.
 
     Not thread-safe: one thread calls it at a time.
     """
@@ -67,13 +77,13 @@ class Engine(ABC):
     info: EngineInfo
 
     @abstractmethod
-    def load(self, weight: NDArray[np.float16]) -> LoadedWeight:
-        """Make ``weight`` ``(d_out, d_in)`` float16 C-contiguous resident, in the engine's own layout.
+    def load(self, weight: AnyWeight) -> LoadedWeight:
+        """Make ``weight`` ``(d_out, d_in)`` C-contiguous resident, in the engine's own layout.
 
-        The array need not outlive the call.
+        It is float16, int8 or int16. The array need not outlive the call.
 
         Raises:
-            EngineError: it does not fit.
+            EngineError: it is no such matrix, an int16 value exceeds 32639, or it does not fit.
         """
 
     @abstractmethod
@@ -81,8 +91,15 @@ class Engine(ABC):
         """Free what :meth:`load` made."""
 
     @abstractmethod
-    def matmul(self, weight: LoadedWeight, operand: NDArray[np.float16], out: NDArray[np.float32]) -> None:
-        """``out[...] = operand @ weight.T``: ``(m, d_in)`` f16 to ``(m, d_out)`` f32, m >= 1."""
+    def matmul(self, weight: LoadedWeight, operand: NDArray[Any], out: NDArray[Any]) -> None:
+        """``out[...] = operand @ weight.T``: ``(m, d_in)`` to ``(m, d_out)``, m >= 1.
+
+        With a weight of float16, from float16 to float32; with one of int8 or int16, from uint32 to
+        uint32, modulo 2^32. The operand may be memory that another process writes.
+
+        Raises:
+            EngineError: shapes or types do not fit, or the device fails.
+        """
 
     def loop(self, weights: Sequence[LoadedWeight], slab: Slab, doorbell: Doorbell) -> OffloadLoop | None:
         """Something that answers a slab's offloads faster than one :meth:`matmul` at a time, if there is."""

@@ -7,15 +7,19 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gelo.formats import WeightFormat
 from gelo.slab import Doorbell, Slab
 from gpu_worker.engines import amx, cpu_loop
 from gpu_worker.engines.amx_tiles import PANELS, STEP
-from gpu_worker.engines.base import Engine, EngineError, EngineInfo, LoadedWeight, OffloadLoop
+from gpu_worker.engines.base import AnyWeight, Engine, EngineError, EngineInfo, LoadedWeight, OffloadLoop
+from gpu_worker.engines.memory import Arena, aligned_bytes
 from gpu_worker.engines.microkernel import LANES, padded_rows, widen_operand
+from gpu_worker.engines.ring_cpu import KERNELS, RingCpu, RingPanels
 from gpu_worker.engines.team import Team
 
 _log = logging.getLogger(__name__)
@@ -40,7 +44,8 @@ class _Panels:
 
 
 class CpuEngine(Engine):
-    """f16 weights and operands, f32 accumulation, on a team of ``threads`` (default: all cores).
+    """Products on a team of ``threads`` (default: all cores): those of f16 factors here, those modulo
+    2^32 in :class:`RingCpu`.
 
     ``use_amx`` None means: if this machine can. True on one that cannot is not an error, but a
     line in the log; ``info.features`` says what is in use.
@@ -50,8 +55,12 @@ class CpuEngine(Engine):
         self._team = Team(threads or len(os.sched_getaffinity(0)))
         self._scratch = np.empty(0, dtype=np.float32)
         self._padded_out = np.empty(0, dtype=np.float32)
-        self._tiles = amx.aligned_zeros(0)
+        self._tiles = aligned_bytes(0).view(np.uint16)
+        self._arena = Arena()
         self._amx: dict[int, int] = {}
+        self._use_amx = use_amx
+        # Most sessions use one kind of weight only: made with the first weight of integers.
+        self._ring: RingCpu | None = None
         if use_amx is not False:
             self._start_amx(loud=bool(use_amx))
         vector = {"avx512f"} & amx.target_features()
@@ -92,8 +101,16 @@ class CpuEngine(Engine):
                     return False
         return True
 
-    def load(self, weight: NDArray[np.float16]) -> LoadedWeight:
+    def load(self, weight: AnyWeight) -> LoadedWeight:
         """See :meth:`Engine.load`. Packs into panels: the same size, rounded up."""
+        if weight.dtype == np.float16 and weight.ndim == 2 and 0 not in weight.shape:
+            return self._load_halves(weight)
+        if self._ring is None:
+            self._ring = RingCpu(self._team, KERNELS if self._use_amx is not False else KERNELS[1:])
+            _log.info("products modulo 2^32: %s", self._ring.kernel)
+        return self._ring.load(weight)
+
+    def _load_halves(self, weight: NDArray[Any]) -> LoadedWeight:
         d_out, d_in = weight.shape
         panels = -(-d_out // LANES)
         depth = d_in
@@ -101,7 +118,7 @@ class CpuEngine(Engine):
             panels = -(-panels // PANELS) * PANELS
             depth = -(-d_in // STEP) * STEP
         try:
-            words = amx.aligned_zeros(panels * depth * LANES)
+            words = self._arena.take(2 * panels * depth * LANES).view(np.uint16)
         except MemoryError as error:
             raise EngineError(f"no memory for a weight of {weight.nbytes} bytes") from error
         packed = words.view(np.float16).reshape(panels, depth, LANES)
@@ -110,31 +127,42 @@ class CpuEngine(Engine):
         if full * LANES < d_out:
             packed[full, :d_in, : d_out - full * LANES] = weight[full * LANES :].T
         planes = amx.planes_needed(words) if self._amx else 0
-        return LoadedWeight(d_in=d_in, d_out=d_out, state=_Panels(packed, planes))
+        return LoadedWeight(
+            d_in=d_in, d_out=d_out, format=WeightFormat.FLOAT16, state=_Panels(packed, planes)
+        )
 
     def loop(self, weights: Sequence[LoadedWeight], slab: Slab, doorbell: Doorbell) -> OffloadLoop:
         """See :meth:`Engine.loop`."""
         table = np.zeros((len(weights), cpu_loop.COLUMNS), dtype=np.int64)
         for row, weight in zip(table, weights, strict=True):
-            state = weight.state
-            if not isinstance(state, _Panels):
-                raise EngineError("this weight was loaded by another engine")
+            row[: cpu_loop.OF_KIND] = (weight.d_in, weight.d_out, weight.format.kind)
+            row[cpu_loop.OF_KIND :] = self._loop_row(weight)
+        kernels = np.zeros((2, 2), dtype=np.int64) if self._ring is None else self._ring.kernels
+        return cpu_loop.CpuLoop(self._team, table, kernels, slab, doorbell)
+
+    def _loop_row(self, weight: LoadedWeight) -> tuple[int, ...]:
+        state = weight.state
+        if isinstance(state, _Panels):
             panels, depth, _ = state.packed.shape
-            row[: cpu_loop.FEWEST_ROWS] = (
-                weight.d_in, weight.d_out, state.packed.ctypes.data, depth, panels,
-            )  # fmt: skip
-            row[cpu_loop.FEWEST_ROWS] = _AMX_ROWS.get(state.planes, cpu_loop.MAX_ROWS + 1)
-            row[cpu_loop.KERNEL] = self._amx.get(state.planes, 0)
-        return cpu_loop.CpuLoop(self._team, table, slab, doorbell)
+            fewest = _AMX_ROWS.get(state.planes, cpu_loop.MAX_ROWS + 1)
+            return state.packed.ctypes.data, panels, depth, fewest, self._amx.get(state.planes, 0)
+        if isinstance(state, RingPanels) and self._ring is not None:
+            return state.address, state.panels, state.steps, state.parts, 0
+        raise EngineError("this weight was loaded by another engine")
 
     def unload(self, weight: LoadedWeight) -> None:
         """See :meth:`Engine.unload`. The memory goes with the last reference."""
 
-    def matmul(self, weight: LoadedWeight, operand: NDArray[np.float16], out: NDArray[np.float32]) -> None:
+    def matmul(self, weight: LoadedWeight, operand: NDArray[Any], out: NDArray[Any]) -> None:
         """See :meth:`Engine.matmul`."""
         state = weight.state
+        if isinstance(state, RingPanels) and self._ring is not None:
+            self._ring.matmul(weight, operand, out)
+            return
         if not isinstance(state, _Panels):
             raise EngineError("this weight was loaded by another engine")
+        if operand.dtype != np.float16 or out.dtype != np.float32:
+            raise EngineError(f"types {operand.dtype} and {out.dtype} do not fit the weight")
         rows, d_in = operand.shape
         if d_in != weight.d_in or out.shape != (rows, weight.d_out):
             raise EngineError(f"shapes {operand.shape} and {out.shape} do not fit the weight")
@@ -164,7 +192,7 @@ class CpuEngine(Engine):
         shape = amx.tiles_shape(rows, depth)
         size = shape[0] * shape[1] * shape[2] * shape[3] * shape[4]
         if self._tiles.size < size:
-            self._tiles = amx.aligned_zeros(size)
+            self._tiles = aligned_bytes(2 * size).view(np.uint16)
         tiles = self._tiles[:size].reshape(shape)
         if not amx.split_operand(np.ascontiguousarray(operand).view(np.uint16), tiles):
             return False

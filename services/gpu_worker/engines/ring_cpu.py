@@ -10,8 +10,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from gelo.formats import WeightFormat
 from gpu_worker.engines import amx, ring_amx, ring_kernels, ring_product
 from gpu_worker.engines.base import EngineError, LoadedWeight
+from gpu_worker.engines.memory import Arena, aligned_bytes
 from gpu_worker.engines.microkernel import LANES
 from gpu_worker.engines.ring_kernels import JOB_WORDS, PANELS, STEP
 from gpu_worker.engines.ring_weights import RingWeight, check_weight, operand_shifts, weight_bytes
@@ -62,9 +64,9 @@ class RingCpu:
     """``Y = y·Wᵀ mod 2^32`` on a team of threads, which stays the caller's.
 
     ``kernels``: the first that this machine has and that computes what it should is used. AMX
-    tiles, AVX-512 byte dot products, and 32-bit words, which run anywhere. ``kernel`` says which,
-    ``kind`` and ``address`` are its for :func:`gpu_worker.engines.ring_product.multiply`. Not
-    thread-safe, as the team is not.
+    tiles, AVX-512 byte dot products, and 32-bit words, which run anywhere. With AMX, dot products
+    are used for few rows. ``kernel`` says which is used for many, ``kernels`` is for
+    :func:`gpu_worker.engines.ring_product.multiply`. Not thread-safe, as the team is not.
 
     Raises:
         EngineError: none is left.
@@ -72,24 +74,34 @@ class RingCpu:
 
     def __init__(self, team: Team, kernels: Sequence[KernelName] = KERNELS) -> None:
         self._team = team
-        self._scratch = _aligned(0)
+        self._scratch = aligned_bytes(0)
         self._product = np.zeros(JOB_WORDS, dtype=np.int64)
-        self.kernel, self.kind, self.address = self._start(kernels)
-
-    def _start(self, kernels: Sequence[KernelName]) -> tuple[KernelName, int, int]:
+        self._arena = Arena()
+        self.kernels: NDArray[np.int64] = np.zeros((2, 2), dtype=np.int64)
+        found: dict[KernelName, tuple[int, int]] = {}
         for name in kernels:
-            unavailable, compile_kernel = _STARTS[name]
-            if reason := unavailable():
-                _log.debug("no %s: %s", name, reason)
-                continue
-            try:
-                self.kind, self.address = KERNELS.index(name), int(compile_kernel().address)
-                if self._self_test():
-                    return name, self.kind, self.address
-                _log.warning("%s does not compute what it should and is not used", name)
-            except Exception:
-                _log.exception("%s does not start", name)
-        raise EngineError(f"none of the kernels {', '.join(kernels)} runs on this machine")
+            if not found or name == "dots":
+                found |= self._start(name)
+        if not found:
+            raise EngineError(f"none of the kernels {', '.join(kernels)} runs on this machine")
+        self.kernel = next(iter(found))
+        self.kernels[:] = found.get("dots", found[self.kernel]), found[self.kernel]
+
+    def _start(self, name: KernelName) -> dict[KernelName, tuple[int, int]]:
+        """Kind and address of the kernel by its ``name``; nothing if it does not do."""
+        unavailable, compile_kernel = _STARTS[name]
+        if reason := unavailable():
+            _log.debug("no %s: %s", name, reason)
+            return {}
+        try:
+            kernel = KERNELS.index(name), int(compile_kernel().address)
+            self.kernels[:] = kernel
+            if self._self_test():
+                return {name: kernel}
+            _log.warning("%s does not compute what it should and is not used", name)
+        except Exception:
+            _log.exception("%s does not start", name)
+        return {}
 
     def _self_test(self) -> bool:
         """Small products through every path, extremes included."""
@@ -120,7 +132,7 @@ class RingCpu:
         panels = -(-d_out // (LANES * PANELS)) * PANELS
         quads = -(-d_in // STEP) * (STEP // 4)
         try:
-            packed = _aligned(4 * panels * len(shifts) * quads * LANES).view(np.uint32)
+            packed = self._arena.take(4 * panels * len(shifts) * quads * LANES).view(np.uint32)
             packed = packed.reshape(panels, len(shifts), quads, LANES)
             for first in range(0, panels, _PACK_PANELS):
                 part = weight[first * LANES : (first + _PACK_PANELS) * LANES]
@@ -128,7 +140,8 @@ class RingCpu:
                     _pack(weight_bytes(part, shift), packed[first : first + _PACK_PANELS, index])
         except MemoryError as error:
             raise EngineError(f"no memory for a weight of {weight.nbytes} bytes") from error
-        return LoadedWeight(d_in=d_in, d_out=d_out, state=RingPanels(packed))
+        form = WeightFormat.of(weight.dtype)
+        return LoadedWeight(d_in=d_in, d_out=d_out, format=form, state=RingPanels(packed))
 
     def unload(self, weight: LoadedWeight) -> None:
         """The memory goes with the last reference."""
@@ -155,13 +168,12 @@ class RingCpu:
             out[...] = target
 
     def _multiply(self, state: RingPanels, operand: NDArray[np.uint32], out: NDArray[np.uint32]) -> None:
-        needed = ring_product.scratch_bytes(self.kind, len(operand), state.steps)
+        needed = ring_product.scratch_bytes(self.kernels[1, 0], len(operand), state.steps)
         if self._scratch.size < needed:
-            self._scratch = _aligned(needed)
+            self._scratch = aligned_bytes(needed)
         ring_product.multiply(
-            self.kind, self.address, state.address, state.panels, state.steps, state.parts, operand,
-            out.ctypes.data, out.shape[1], self._scratch.ctypes.data, self._product, self._team.job,
-            self._team.base,
+            self.kernels, state.address, state.panels, state.steps, state.parts, operand, out.ctypes.data,
+            out.shape[1], self._scratch.ctypes.data, self._product, self._team.job, self._team.base,
         )  # fmt: skip
 
 
@@ -172,13 +184,6 @@ def _pack(values: NDArray[np.int8], packed: NDArray[np.uint32]) -> None:
     padded = np.zeros((panels * LANES, 4 * quads), dtype=np.int8)
     padded[:d_out, :d_in] = values
     packed[...] = padded.view(np.uint32).reshape(panels, LANES, quads).transpose(0, 2, 1)
-
-
-def _aligned(size: int) -> NDArray[np.uint8]:
-    """``size`` zero bytes on cache lines."""
-    memory = np.zeros(size + 64, dtype=np.uint8)
-    start = -int(memory.ctypes.data) % 64
-    return memory[start : start + size]
 
 
 def _no_dots() -> str:

@@ -178,11 +178,14 @@ def _emit_tile(builder: Any, rows: int, panels: int, dot: bool, arguments: Any) 
     for total in (total for row in sums for total in row):
         total.add_incoming(_all(0), entry)
     weights = []
+    # At the end of these panels, prefetch the next ones, which lie behind all of them.
+    near_end = builder.icmp_signed("<=", builder.sub(quads, quad), _I64(WEIGHT_PREFETCH_BYTES // (4 * LANES)))
+    behind = builder.select(near_end, builder.mul(panel_stride, _I64(panels - 1)), _I64(0))
     for panel in range(panels):
         address = builder.add(
             weight, builder.add(builder.mul(panel_stride, _I64(panel)), builder.mul(quad, _I64(4 * LANES)))
         )
-        prefetch(builder, address, WEIGHT_PREFETCH_BYTES)
+        prefetch(builder, builder.add(address, behind), WEIGHT_PREFETCH_BYTES)
         weights.append(_load(builder, address))
     at = builder.add(source, builder.mul(quad, _I64(4 if dot else 16)))
     updated = (_emit_dots if dot else _emit_words)(builder, at, row_bytes, weights, sums)

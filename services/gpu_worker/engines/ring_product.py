@@ -33,6 +33,9 @@ from gpu_worker.engines.team import lead
 
 # Kinds of kernel: AMX tiles, byte dot products, 32-bit words.
 AMX, DOTS, WORDS = range(3)
+# Rows for which another kernel may be the better one. Cold weights 576 -> 3072 on one 2.6 GHz Xeon core, in
+# multiples of the time to read the weights (AMX / dots): 1 row 1.34/1.19, 2 rows 1.35/1.23, 4 rows 1.38/1.52.
+FEW_ROWS = 2
 
 
 @numba.njit(nogil=True, cache=True)
@@ -46,21 +49,23 @@ def scratch_bytes(kind: int, rows: int, steps: int) -> int:
 
 @numba.njit(nogil=True, cache=True)
 def multiply(
-    kind: int, kernel: int, weight: int, panels: int, steps: int, parts: int, operand: Any, out: int,
-    columns: int, scratch: int, product: Any, job: Any, base: int,
+    kernels: Any, weight: int, panels: int, steps: int, parts: int, operand: Any, out: int, columns: int,
+    scratch: int, product: Any, job: Any, base: int,
 ) -> None:  # fmt: skip
     """``operand`` ``(m, d_in)`` uint32, C-contiguous, times a packed weight, to ``(m, columns)`` at ``out``.
 
     Args:
-        kind: of the kernel at address ``kernel``.
+        kernels: ``(2, 2)`` int64, kind and address of the kernel for ``FEW_ROWS`` and for more.
         weight: address of the panels, each of ``steps`` steps in ``parts`` equal parts, the second
             for the operand's own words and the first, if there are two, for 256 times them.
         operand: may be memory that others write; each word is read once.
-        scratch: address of :func:`scratch_bytes` bytes.
+        scratch: address of :func:`scratch_bytes` bytes, for the kind that needs more.
         product: int64 array of ``JOB_WORDS``.
         job: the team's job, at address ``base``.
     """
     rows = operand.shape[0]
+    chosen = 0 if rows <= FEW_ROWS else 1
+    kind, kernel = kernels[chosen, 0], kernels[chosen, 1]
     row_bytes, step_stride, block_stride, block_rows = steps * STEP, STEP, 0, rows
     if kind == AMX:
         _, block_rows = blocks_needed(rows)

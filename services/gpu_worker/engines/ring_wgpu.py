@@ -75,7 +75,7 @@ class RingWgpu(GpuProducts[_RingState]):
                     block = _packed_block(weight, slab, k0, min(depth, part_k - k0), shift)
                     buffer.write_mapped(block, (part * part_k + k0) * slab.width)
 
-        return self._load(_RingState(shifts=shifts, k=k, n=n, rows=rows, slabs=slabs), d_in, d_out, 1, write)
+        return self._load(_RingState(shifts=shifts, k=k, n=n, rows=rows, slabs=slabs), weight, 1, write)
 
     def _plan(self, state: _RingState, rows: int) -> tuple[GemmPlan, ...]:
         return tuple(plan_ring(rows, state.k, slab.width, self._on.limits) for slab in state.slabs)

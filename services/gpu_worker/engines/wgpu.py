@@ -1,4 +1,4 @@
-"""Matrix products on a GPU through WebGPU (wgpu-py): f16 factors, f32 accumulation."""
+"""Matrix products on a GPU through WebGPU (wgpu-py)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu_worker.engines.base import Engine, EngineError, EngineInfo, LoadedWeight
+from gelo.header import OperandKind
+from gpu_worker.engines.base import AnyWeight, Engine, EngineError, EngineInfo, LoadedWeight
+from gpu_worker.engines.ring_wgpu import RingWgpu
 from gpu_worker.engines.wgpu_device import (
     AdapterSummary,
     Prefer,
@@ -36,7 +38,7 @@ _TRANSPOSE_BYTES = 4 << 20
 
 
 class WgpuEngine(GpuProducts[WeightState], Engine):
-    """Products on one wgpu adapter.
+    """Products on one wgpu adapter: those of f16 factors here, those modulo 2^32 in ``RingWgpu``.
 
     Args:
         prefer: ``"hardware"`` refuses a software device, ``"any"`` takes one if there is nothing better.
@@ -73,6 +75,8 @@ class WgpuEngine(GpuProducts[WeightState], Engine):
             use_native=use_native,
         )
         super().__init__(on, reduce_source("f32"), chunk_bytes)
+        # Most sessions use one kind of weight only: made with the first weight of integers.
+        self._ring: RingWgpu | None = None
         self.info = EngineInfo(
             name="wgpu",
             adapter=f"{adapter.name} ({adapter.device_type})",
@@ -82,17 +86,47 @@ class WgpuEngine(GpuProducts[WeightState], Engine):
             limits=adapter.reported_limits,
         )
 
-    def load(self, weight: NDArray[np.float16]) -> LoadedWeight:
-        """Transposes ``weight`` ``(d_out, d_in)`` float16 into padded slabs ``(k, width)`` on the device.
+    @property
+    def resident_bytes(self) -> int:
+        """See :attr:`GpuProducts.resident_bytes`."""
+        return super().resident_bytes + (0 if self._ring is None else self._ring.resident_bytes)
 
-        Raises:
-            EngineError: wrong type, or it does not fit this adapter.
-        """
+    def load(self, weight: AnyWeight) -> LoadedWeight:
+        """See :meth:`Engine.load`."""
         self._require_open()
-        if weight.dtype != np.float16 or weight.ndim != 2 or 0 in weight.shape:
+        if weight.dtype not in (np.float16, np.int8, np.int16) or weight.ndim != 2 or 0 in weight.shape:
             raise EngineError(
-                f"a weight must be a non-empty float16 matrix, not {weight.dtype} {weight.shape}"
+                f"a weight must be a non-empty matrix of float16, int8 or int16, "
+                f"not {weight.dtype} {weight.shape}"
             )
+        if weight.dtype == np.float16:
+            return self._load_halves(weight)
+        if self._ring is None:
+            self._ring = RingWgpu(self._on, chunk_bytes=self._chunk_bytes)
+        return self._ring.load(weight)
+
+    def unload(self, weight: LoadedWeight) -> None:
+        """See :meth:`GpuProducts.unload`."""
+        if self._ring is not None and weight.format.kind == OperandKind.WORDS:
+            self._ring.unload(weight)
+        else:
+            super().unload(weight)
+
+    def matmul(self, weight: LoadedWeight, operand: NDArray[Any], out: NDArray[Any]) -> None:
+        """See :meth:`Engine.matmul`."""
+        if self._ring is not None and weight.format.kind == OperandKind.WORDS:
+            self._ring.matmul(weight, operand, out)
+        else:
+            super().matmul(weight, operand, out)
+
+    def close(self) -> None:
+        """See :meth:`GpuProducts.close`."""
+        if self._ring is not None:
+            self._ring.close()
+        super().close()
+
+    def _load_halves(self, weight: NDArray[Any]) -> LoadedWeight:
+        """Transposes ``weight`` into padded slabs ``(k, width)`` on the device."""
         d_out, d_in = weight.shape
         k, n = round_up(d_in, K_ALIGN), round_up(d_out, N_ALIGN)
         slabs = plan_slabs(k, d_out, self._on.limits)
@@ -104,7 +138,7 @@ class WgpuEngine(GpuProducts[WeightState], Engine):
                 block = _transposed_block(weight, slab, k0, min(depth, k - k0))
                 buffer.write_mapped(block, 2 * k0 * slab.width)
 
-        return self._load(WeightState(k=k, n=n, rows=rows, slabs=slabs), d_in, d_out, 2, write)
+        return self._load(WeightState(k=k, n=n, rows=rows, slabs=slabs), weight, 2, write)
 
     def _plan(self, state: WeightState, rows: int) -> tuple[GemmPlan, ...]:
         return tuple(plan_gemm(rows, state.k, slab.width, self._on.limits) for slab in state.slabs)
@@ -117,7 +151,7 @@ class WgpuEngine(GpuProducts[WeightState], Engine):
         padded[:, d_in:] = 0
 
 
-def _transposed_block(weight: NDArray[np.float16], slab: Slab, k0: int, depth: int) -> NDArray[np.float16]:
+def _transposed_block(weight: NDArray[Any], slab: Slab, k0: int, depth: int) -> NDArray[np.float16]:
     """Rows ``k0 : k0 + depth`` of the slab: ``(depth, width)`` f16, zero beyond the weight's real sizes."""
     block = np.zeros((depth, slab.width), np.float16)
     real = max(0, min(depth, weight.shape[1] - k0))

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from gelo.formats import WeightFormat
 from gpu_worker.engines.base import EngineError, LoadedWeight
 from gpu_worker.engines.wgpu_device import AdapterSummary, engine_errors, open_device
 from gpu_worker.engines.wgpu_native import NativeDevice, open_native
@@ -169,9 +170,10 @@ class GpuProducts(Generic[State]):
                 self._on.close()
 
     def _load(
-        self, state: State, d_in: int, d_out: int, item_bytes: int, write: Callable[[Any, Slab], None]
+        self, state: State, weight: NDArray[Any], item_bytes: int, write: Callable[[Any, Slab], None]
     ) -> LoadedWeight:
-        """Make a weight resident; ``write`` fills the mapped buffer of a slab."""
+        """Make ``weight`` resident; ``write`` fills the mapped buffer of a slab."""
+        d_out, d_in = weight.shape
         try:
             with engine_errors(f"a weight {d_out} x {d_in} does not load"):
                 for slab in state.slabs:
@@ -188,7 +190,7 @@ class GpuProducts(Generic[State]):
             state.destroy()
             raise
         self._weights.add(state)
-        return LoadedWeight(d_in=d_in, d_out=d_out, state=state)
+        return LoadedWeight(d_in=d_in, d_out=d_out, format=WeightFormat.of(weight.dtype), state=state)
 
     def matmul(self, weight: LoadedWeight, operand: NDArray[Any], out: NDArray[Any]) -> None:
         """``out[...] = operand @ weight.T``: ``(m, d_in)`` to ``(m, d_out)``, m >= 1.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +15,13 @@ from numpy.typing import NDArray
 from tee_runner.errors import WorkerProtocolError
 from tee_runner.profile import Profile
 from tee_runner.protection.integrity import Integrity
+from tee_runner.protection.lpn.options import LpnOptions
 from tee_runner.worker.transport import Transport
 
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
+# Called with what is being done, how much of it is done, and of how much.
+Progress = Callable[[str, int, int], None]
 
 # Largest magnitude an operand may reach in f16, a factor 8 below its maximum (65504): room
 # for the tail of the bound's estimate.
@@ -49,6 +52,14 @@ class MaskOptions:
 
     shared_decode: bool = False
     per_offload: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchemeOptions:
+    """The options of all schemes; each takes what concerns it."""
+
+    masks: MaskOptions = field(default_factory=MaskOptions)
+    lpn: LpnOptions = field(default_factory=LpnOptions)
 
 
 class ForwardSession(ABC):
@@ -84,6 +95,10 @@ class Protection(ABC):
     name: ClassVar[str]
     # One sentence for people who start the service; empty when there is nothing to warn of.
     warning: ClassVar[str] = ""
+    # Bytes of an operand's element on the wire.
+    operand_item_bytes: ClassVar[int] = 2
+    # Rows of an offload that provisioning needs, which the buffers must hold too.
+    provision_rows: ClassVar[int] = 0
 
     def __init__(self, transport: Transport, *, masks: MaskOptions | None = None) -> None:
         self.transport = transport
@@ -92,6 +107,21 @@ class Protection(ABC):
         # Elements of the weight of the offload in progress.
         self.product_elements = 0
         self._integrity: Integrity | None = None
+
+    @classmethod
+    def open(cls, transport: Transport, options: SchemeOptions, store: object = None) -> Protection:
+        """A session of this scheme; ``store`` as from :meth:`new_store`, None for a fresh one."""
+        return cls(transport, masks=options.masks)
+
+    @classmethod
+    def new_store(cls) -> object:
+        """Where sessions of one model that follow each other keep public data; None if they have none."""
+        return None
+
+    @classmethod
+    def wire_weight(cls, weight: NDArray[np.float16], options: SchemeOptions) -> NDArray[Any]:
+        """What the worker must hold for ``weight`` ``(d_out, d_in)``: float16, int8 or int16."""
+        return weight
 
     @classmethod
     def parameters(cls) -> dict[str, int | float | str]:
@@ -103,13 +133,16 @@ class Protection(ABC):
     def operand_rows(cls, counts: Sequence[int]) -> int:
         """Rows of the operand for data rows ``counts``: what the buffers must hold."""
 
-    def provision(self, weights: Sequence[Linear], *, probes: int = 0) -> None:
+    def provision(
+        self, weights: Sequence[Linear], *, probes: int = 0, progress: Progress | None = None
+    ) -> None:
         """Once per worker session, before the first pass: what the scheme keeps per weight.
 
         ``probes`` > 0 has every result checked against projections drawn here, 0 none.
 
         Raises:
             ValueError: a weight has no ``load`` to make a projection from.
+            WorkerError: the worker failed at what the scheme needs of it.
         """
         if not probes:
             return

@@ -8,12 +8,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import grpc
 import numpy as np
 from numpy.typing import NDArray
 
+from gelo.formats import WeightFormat
 from gelo.slab import SlabSizes
 from gelo.v1 import worker_pb2, worker_pb2_grpc
 from tee_runner.errors import WorkerUnavailableError
@@ -33,17 +34,30 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteWeight:
-    """A weight the worker must hold: ``load`` gives ``(d_out, d_in)`` float16 bytes to upload."""
+    """A weight the worker must hold: ``load`` gives the ``(d_out, d_in)`` array to upload.
+
+    Its dtype is ``format``'s: float16, int8 or int16. Weights of integers take operands of words.
+    """
 
     name: str
     d_in: int
     d_out: int
     sha256: bytes
-    load: Callable[[], NDArray[np.float16]]
+    load: Callable[[], NDArray[Any]]
+    format: WeightFormat = WeightFormat.FLOAT16
+
+    @property
+    def size(self) -> int:
+        """Of its values, in bytes."""
+        return self.d_in * self.d_out * self.format.item_bytes
 
     def reference(self) -> worker_pb2.WeightRef:
         """As the protocol names it."""
-        return worker_pb2.WeightRef(name=self.name, sha256=self.sha256, d_in=self.d_in, d_out=self.d_out)
+        # The stubs have a NewType of int for the enumeration.
+        number: Any = int(self.format)
+        return worker_pb2.WeightRef(
+            name=self.name, sha256=self.sha256, d_in=self.d_in, d_out=self.d_out, format=number
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +72,7 @@ class WorkerInfo:
     boot_id: str
 
 
-def weight_digest(weight: NDArray[np.float16]) -> bytes:
+def weight_digest(weight: NDArray[Any]) -> bytes:
     """SHA-256 over a weight's bytes, the name it has on the wire."""
     return hashlib.sha256(np.ascontiguousarray(weight).view(np.uint8).data).digest()
 
@@ -104,16 +118,17 @@ class WorkerClient:
 
         Raises:
             WorkerError: unreachable, or it refuses a weight.
+            ValueError: an array is not what its :class:`RemoteWeight` says.
         """
         try:
             request = worker_pb2.MissingWeightsRequest(weights=[w.reference() for w in weights])
             missing = set(self._stub.MissingWeights(request, timeout=_CONTROL_TIMEOUT_S).sha256)
             wanted = [w for w in weights if w.sha256 in missing]
-            total = sum(w.d_in * w.d_out * 2 for w in wanted)
+            total = sum(w.size for w in wanted)
             sent = 0
             for weight in wanted:
-                self._stub.UploadWeight(_upload(weight), timeout=self._timeout * 10)
-                sent += weight.d_in * weight.d_out * 2
+                self._stub.UploadWeight(_upload(weight, _loaded(weight)), timeout=self._timeout * 10)
+                sent += weight.size
                 if progress is not None:
                     progress("upload to the worker", sent, total)
             return sent
@@ -165,8 +180,16 @@ class WorkerClient:
         self._channel.close()
 
 
-def _upload(weight: RemoteWeight) -> Iterator[worker_pb2.UploadWeightRequest]:
+def _loaded(weight: RemoteWeight) -> NDArray[Any]:
+    values = weight.load()
+    if values.dtype != weight.format.dtype or values.shape != (weight.d_out, weight.d_in):
+        wanted = f"{weight.format.dtype} ({weight.d_out}, {weight.d_in})"
+        raise ValueError(f"{weight.name} is {values.dtype} {values.shape}, not {wanted}")
+    return np.ascontiguousarray(values)
+
+
+def _upload(weight: RemoteWeight, values: NDArray[Any]) -> Iterator[worker_pb2.UploadWeightRequest]:
     yield worker_pb2.UploadWeightRequest(weight=weight.reference())
-    data = np.ascontiguousarray(weight.load()).reshape(-1).view(np.uint8).data
+    data = values.reshape(-1).view(np.uint8).data
     for offset in range(0, len(data), _CHUNK_BYTES):
         yield worker_pb2.UploadWeightRequest(chunk=bytes(data[offset : offset + _CHUNK_BYTES]))

@@ -12,10 +12,19 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from gelo.header import OffloadHeader
+from gelo.header import OffloadHeader, OperandKind
 from gelo.v1 import worker_pb2, worker_pb2_grpc
 from tee_runner.errors import WorkerError, WorkerProtocolError, WorkerUnavailableError
 from tee_runner.worker.transport import Transport, check_answer
+
+_OPERANDS: dict[OperandKind, np.dtype[Any]] = {
+    OperandKind.HALF: np.dtype(np.float16),
+    OperandKind.WORDS: np.dtype(np.uint32),
+}
+_RESULTS: dict[OperandKind, np.dtype[Any]] = {
+    OperandKind.HALF: np.dtype(np.float32),
+    OperandKind.WORDS: np.dtype(np.uint32),
+}
 
 
 class InlineTransport(Transport):
@@ -32,9 +41,9 @@ class InlineTransport(Transport):
         self._timeout = timeout
         self._max_message = max_message
         self._sequence = 0
-        self._operand = np.empty(0, dtype=np.float16)
-        self._result = np.empty(0, dtype=np.float32)
-        self._rows = (0, 0)
+        self._operand = np.empty(0, dtype=np.uint8)
+        self._result = np.empty(0, dtype=np.uint8)
+        self._written: NDArray[Any] = np.empty((0, 0), dtype=np.float16)
         self._requests: queue.SimpleQueue[worker_pb2.ComputeRequest | None] = queue.SimpleQueue()
         self._requests.put(worker_pb2.ComputeRequest(session_id=session_id))
         self._replies: queue.SimpleQueue[worker_pb2.ComputeReply | grpc.RpcError] = queue.SimpleQueue()
@@ -43,32 +52,44 @@ class InlineTransport(Transport):
 
     def operand(self, rows: int, d_in: int) -> NDArray[np.float16]:
         """See :meth:`Transport.operand`."""
-        if self._operand.size < rows * d_in:
-            self._operand = np.empty(rows * d_in, dtype=np.float16)
-        self._rows = (rows, d_in)
-        return self._operand[: rows * d_in].reshape(rows, d_in)
+        return self._next_operand(OperandKind.HALF, rows, d_in)
+
+    def operand_words(self, rows: int, d_in: int) -> NDArray[np.uint32]:
+        """See :meth:`Transport.operand_words`."""
+        return self._next_operand(OperandKind.WORDS, rows, d_in)
 
     def exchange(self, weight_id: int, rows: int, d_in: int, d_out: int) -> NDArray[np.float32]:
         """See :meth:`Transport.exchange`."""
-        if self._rows != (rows, d_in):
+        return self._exchange_rows(OperandKind.HALF, weight_id, rows, d_in, d_out)
+
+    def exchange_words(self, weight_id: int, rows: int, d_in: int, d_out: int) -> NDArray[np.uint32]:
+        """See :meth:`Transport.exchange_words`."""
+        return self._exchange_rows(OperandKind.WORDS, weight_id, rows, d_in, d_out)
+
+    def _next_operand(self, kind: OperandKind, rows: int, d_in: int) -> NDArray[Any]:
+        self._operand, self._written = _matrix(self._operand, _OPERANDS[kind], rows, d_in)
+        return self._written
+
+    def _exchange_rows(
+        self, kind: OperandKind, weight_id: int, rows: int, d_in: int, d_out: int
+    ) -> NDArray[Any]:
+        operand = self._written
+        if operand.dtype != _OPERANDS[kind] or operand.shape != (rows, d_in):
             raise WorkerProtocolError("exchange() was called for another operand than the last one.")
-        if self._result.size < rows * d_out:
-            self._result = np.empty(rows * d_out, dtype=np.float32)
-        operand = self._operand[: rows * d_in].reshape(rows, d_in)
-        result = self._result[: rows * d_out].reshape(rows, d_out)
-        step = max(1, min(self._max_message // (d_in * 2), self._max_message // (d_out * 4)))
+        self._result, result = _matrix(self._result, _RESULTS[kind], rows, d_out)
+        step = max(1, min(self._max_message // (d_in * kind.item_bytes), self._max_message // (d_out * 4)))
         started = time.perf_counter_ns()
         for first in range(0, rows, step):
             part = operand[first : first + step]
-            self._exchange(weight_id, part, result[first : first + step])
+            self._exchange(kind, weight_id, part, result[first : first + step])
         self.stats.exchange_ns += time.perf_counter_ns() - started
         return result
 
-    def _exchange(self, weight_id: int, operand: NDArray[np.float16], out: NDArray[np.float32]) -> None:
+    def _exchange(self, kind: OperandKind, weight_id: int, operand: NDArray[Any], out: NDArray[Any]) -> None:
         self._sequence += 1
         header = OffloadHeader(
             sequence=self._sequence, weight_id=weight_id, rows=len(operand),
-            d_in=operand.shape[1], d_out=out.shape[1],
+            d_in=operand.shape[1], d_out=out.shape[1], kind=kind,
         )  # fmt: skip
         self._requests.put(worker_pb2.ComputeRequest(header=header.pack(), operand=operand.tobytes()))
         self._pump.take_one()
@@ -83,7 +104,7 @@ class InlineTransport(Transport):
         self.stats.worker_ns += check_answer(header, reply.header)
         if len(reply.result) != header.result_bytes:
             raise WorkerProtocolError("The worker's result has the wrong length.")
-        out[...] = np.frombuffer(reply.result, dtype=np.float32).reshape(out.shape)
+        out[...] = np.frombuffer(reply.result, dtype=out.dtype).reshape(out.shape)
         self.stats.offloads += 1
         self.stats.bytes_sent += header.operand_bytes
         self.stats.bytes_received += header.result_bytes
@@ -93,6 +114,16 @@ class InlineTransport(Transport):
         self._requests.put(None)
         self._call.cancel()
         self._pump.take_one()
+
+
+def _matrix(
+    buffer: NDArray[np.uint8], dtype: np.dtype[Any], rows: int, columns: int
+) -> tuple[NDArray[np.uint8], NDArray[Any]]:
+    """``buffer``, or a larger one, and its beginning as ``(rows, columns)``."""
+    size = rows * columns * dtype.itemsize
+    if buffer.size < size:
+        buffer = np.empty(size, dtype=np.uint8)
+    return buffer, buffer[:size].view(dtype).reshape(rows, columns)
 
 
 class _Pump:

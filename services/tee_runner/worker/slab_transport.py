@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gelo.doorbell_kernels import WORDS, answered
-from gelo.header import OffloadHeader
+from gelo.header import OffloadHeader, OperandKind
 from gelo.slab import (
     AttachMessage,
     Doorbell,
@@ -27,6 +27,8 @@ from tee_runner.worker.transport import Transport, check_answer
 # a CPU worker gets this core.
 _SPINS = 6000
 _ATTACH_TIMEOUT_S = 5.0
+# Plain integers: compiled code takes these.
+_HALF, _WORDS = int(OperandKind.HALF), int(OperandKind.WORDS)
 
 
 class SlabTransport(Transport):
@@ -62,33 +64,54 @@ class SlabTransport(Transport):
         except SlabError as error:
             raise CapacityError(f"An operand of {rows} rows does not fit the slab.") from error
 
+    def operand_words(self, rows: int, d_in: int) -> NDArray[np.uint32]:
+        """See :meth:`Transport.operand_words`."""
+        try:
+            return self._slab.operand_words(rows, d_in)
+        except SlabError as error:
+            raise CapacityError(f"An operand of {rows} rows does not fit the slab.") from error
+
     def exchange(self, weight_id: int, rows: int, d_in: int, d_out: int) -> NDArray[np.float32]:
         """See :meth:`Transport.exchange`."""
         try:
             result = self._slab.result(rows, d_out)
         except SlabError as error:
             raise CapacityError(f"A result of {rows} rows does not fit the slab.") from error
+        self._exchange(_HALF, weight_id, rows, d_in, d_out)
+        self.stats.bytes_sent += rows * d_in * 2
+        return result
+
+    def exchange_words(self, weight_id: int, rows: int, d_in: int, d_out: int) -> NDArray[np.uint32]:
+        """See :meth:`Transport.exchange_words`."""
+        try:
+            result = self._slab.result_words(rows, d_out)
+        except SlabError as error:
+            raise CapacityError(f"A result of {rows} rows does not fit the slab.") from error
+        self._exchange(_WORDS, weight_id, rows, d_in, d_out)
+        self.stats.bytes_sent += rows * d_in * 4
+        return result
+
+    def _exchange(self, kind: int, weight_id: int, rows: int, d_in: int, d_out: int) -> None:
         self._sequence += 1
         request = (self._sequence, weight_id, rows, d_in, d_out)
         started = time.perf_counter_ns()
         try:
-            self._doorbell.ring_offload(*request)
+            self._doorbell.ring_offload(*request, kind)
             self.meanwhile()
             words = self._doorbell.wait_words(self._timeout)
         except DoorbellTimeoutError as error:
             raise WorkerUnavailableError(f"The worker did not answer within {self._timeout:g} s.") from error
         except DoorbellClosedError as error:
             raise WorkerUnavailableError("The worker closed its doorbell.") from error
-        worker_ns = answered(words, *request)
+        worker_ns = answered(words, *request, kind)
         if worker_ns < 0:
-            worker_ns = check_answer(OffloadHeader(*request), words[:WORDS].tobytes())
+            sent = OffloadHeader(*request, kind=OperandKind(kind))
+            worker_ns = check_answer(sent, words[:WORDS].tobytes())
         stats = self.stats
         stats.exchange_ns += time.perf_counter_ns() - started
         stats.worker_ns += worker_ns
         stats.offloads += 1
-        stats.bytes_sent += rows * d_in * 2
         stats.bytes_received += rows * d_out * 4
-        return result
 
     def close(self) -> None:
         """Closing the socket ends the session on the other side."""

@@ -34,8 +34,8 @@ def _nothing() -> None:
 class Transport(ABC):
     """One session with a worker. One thread uses it, one offload at a time.
 
-    An offload is: ``operand`` gives the buffer to write into, ``exchange`` sends it and
-    returns the result.
+    An offload is: ``operand`` gives the buffer to write into, ``exchange`` sends it and returns
+    the result; or ``operand_words`` and ``exchange_words``, for weights of integers.
     """
 
     def __init__(self) -> None:
@@ -62,6 +62,25 @@ class Transport(ABC):
         """
 
     @abstractmethod
+    def operand_words(self, rows: int, d_in: int) -> NDArray[np.uint32]:
+        """The buffer for the next operand of words: ``(rows, d_in)`` uint32, uninitialised.
+
+        It may be the same memory as :meth:`operand`'s.
+        """
+
+    @abstractmethod
+    def exchange_words(self, weight_id: int, rows: int, d_in: int, d_out: int) -> NDArray[np.uint32]:
+        """Send the operand of words written last and wait for ``(rows, d_out)`` uint32.
+
+        The result is the product modulo 2^32 with a weight of int8 or int16, if the worker is
+        honest. As with :meth:`exchange` it may be memory the worker can still write: read each
+        word once. It is valid until the next call.
+
+        Raises:
+            As :meth:`exchange`.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """End the session."""
 
@@ -77,8 +96,9 @@ def check_answer(sent: OffloadHeader, raw: bytes) -> int:
         answer = OffloadHeader.unpack(raw)
     except HeaderError as error:
         raise WorkerProtocolError(f"The worker's answer has no valid header: {error}.") from error
-    expected = (sent.sequence, sent.weight_id, sent.rows, sent.d_in, sent.d_out)
-    if (answer.sequence, answer.weight_id, answer.rows, answer.d_in, answer.d_out) != expected:
+    expected = (sent.sequence, sent.weight_id, sent.rows, sent.d_in, sent.d_out, sent.kind)
+    received = (answer.sequence, answer.weight_id, answer.rows, answer.d_in, answer.d_out, answer.kind)
+    if received != expected:
         raise WorkerProtocolError("The worker answered another request than the one it was sent.")
     if answer.status != Status.OK:
         raise WorkerError(

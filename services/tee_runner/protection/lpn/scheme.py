@@ -1,0 +1,141 @@
+"""`lpn`: quantised rows plus a mask that is pseudorandom under LPN with a public matrix.
+
+A row x of small integers goes out as y = x + r modulo 2^32, r = e + f·G, with G public and e, f sparse,
+secret and used once. The product comes back as y·Wᵀ, of which R = r·Wᵀ = e·Wᵀ + f·P is taken off; P = G·Wᵀ
+is public and made once. See docs/lpn.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Sequence
+from typing import ClassVar
+
+from tee_runner.errors import UnsupportedModelError
+from tee_runner.protection.base import Linear, Progress
+from tee_runner.protection.lpn import parameters as lpn_parameters
+from tee_runner.protection.lpn.bank import Bank, Blinding, Source, Tools
+from tee_runner.protection.lpn.matrix import public_matrix
+from tee_runner.protection.lpn.options import LpnOptions
+from tee_runner.protection.lpn.parameters import LpnParameters
+from tee_runner.protection.lpn.pool import CHUNK_ROWS, PoolCache, provide_pool
+from tee_runner.protection.lpn.ring import RingProtection, RingStore
+from tee_runner.protection.rng import SecretKey
+from tee_runner.worker.transport import Transport
+
+log = logging.getLogger(__name__)
+
+# Column panels of one piece of idle work: below a millisecond on one core.
+_IDLE_PANELS = 64
+
+
+class Lpn(RingProtection):
+    """Every operand is pseudorandom: the worker learns nothing it could not compute alone."""
+
+    name = "lpn"
+    blinded: ClassVar[bool] = True
+    provision_rows: ClassVar[int] = CHUNK_ROWS
+
+    def __init__(
+        self, transport: Transport, *, options: LpnOptions | None = None, store: RingStore | None = None,
+        key: SecretKey | None = None, chosen: Collection[LpnParameters] = (),
+    ) -> None:  # fmt: skip
+        """``key`` and ``chosen``, parameters for some widths, are for tests and measurements."""
+        super().__init__(transport, options=options, store=store, key=key)
+        self._chosen = {parameters.d: parameters for parameters in chosen}
+        self._tools = Tools(self.key.stream("lpn"))
+        self._banks: dict[int, Bank] = {}
+        # The banks in the order of their weights, and the one that idle work is at.
+        self._order: list[Bank] = []
+        self._idle_at = 0
+        self._paying: Bank | None = None
+
+    @property
+    def tools(self) -> Tools:
+        """Counters of sweeps."""
+        return self._tools
+
+    def provision(
+        self, weights: Sequence[Linear], *, probes: int = 0, progress: Progress | None = None
+    ) -> None:
+        """See :meth:`Protection.provision`; pools come from the disk or the worker, and are verified."""
+        super().provision(weights, probes=probes, progress=progress)
+        begin = time.perf_counter()
+        cache = PoolCache(self.options.pool_directory)
+        stream = self.key.stream("pool")
+        total = sum(4 * self._parameters(w.d_in).k * w.d_out for w in weights)
+        done = 0
+        for linear in weights:
+            parameters = self._parameters(linear.d_in)
+            matrix = self.store.matrices.get(linear.d_in)
+            if matrix is None:
+                matrix = self.store.matrices[linear.d_in] = public_matrix(linear.d_in, parameters.k)
+            weight = self.weights[linear.weight_id]
+            if weight.pool is None:
+                provide_pool(self.transport, weight, matrix, parameters.k, cache, stream)
+            bank = Bank(Source(weight, matrix, parameters, self._tools), self.options.bank_rows)
+            self._banks[linear.weight_id] = bank
+            done += 4 * parameters.k * linear.d_out
+            if progress is not None:
+                progress("pools", done, total)
+        self._order = list(self._banks.values())
+        log.info(
+            "pools: %d MB in %.1f s, %d of %d from disk", total // 1_000_000, time.perf_counter() - begin,
+            cache.hits, len(weights),
+        )  # fmt: skip
+
+    def masks_for(self, weight: Linear, rows: int) -> list[Blinding]:
+        """See :meth:`RingProtection.masks_for`."""
+        bank = self._paying = self._banks[weight.weight_id]
+        return bank.take(rows)
+
+    def masks_used(self, weight: Linear) -> None:
+        """See :meth:`RingProtection.masks_used`."""
+        self._banks[weight.weight_id].release()
+
+    def work_ahead(self) -> None:
+        """See :meth:`RingProtection.work_ahead`."""
+        if self._paying is not None:
+            self._paying.pay()
+            self._paying = None
+
+    def idle(self) -> bool:
+        """Fill the banks, the emptiest work first come; see :meth:`Protection.idle`."""
+        for _ in range(len(self._order)):
+            if self._order[self._idle_at].advance(_IDLE_PANELS):
+                return True
+            self._idle_at = (self._idle_at + 1) % len(self._order)
+        return False
+
+    def close(self) -> None:
+        """See :meth:`Protection.close`."""
+        super().close()
+        for bank in self._order:
+            bank.wipe()
+        self._order.clear()
+        self._banks.clear()
+        self._tools.wipe()
+
+    def _parameters(self, d_in: int) -> LpnParameters:
+        known = self._chosen.get(d_in)
+        if known is None:
+            known = self._chosen[d_in] = parameters_for(d_in, self.options)
+        return known
+
+
+def parameters_for(d_in: int, options: LpnOptions) -> LpnParameters:
+    """The parameters of one input width.
+
+    Raises:
+        UnsupportedModelError: none reaches the level asked for within the memory.
+    """
+    try:
+        return lpn_parameters.choose(
+            d_in, min_bits=options.min_bits, bytes_per_parameter=options.bytes_per_parameter
+        )
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"No LPN parameters of {options.min_bits:g} bits for rows of {d_in} values: {error}.",
+            remedy="Allow more memory with --lpn-memory.",
+        ) from error
