@@ -103,6 +103,14 @@ EvidenceOption = Annotated[
 IntegrityOption = Annotated[
     bool, typer.Option(help="Check that each of the worker's results is the product it was asked for.")
 ]
+ObliviousOption = Annotated[
+    bool,
+    typer.Option(
+        "--oblivious-embedding",
+        help="Look tokens up by reading the whole embedding table in order, so that which memory is touched "
+        "does not depend on the prompt. docs/performance.md states what it costs.",
+    ),
+]
 LogOption = Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")]
 ReadyOption = Annotated[int | None, typer.Option(READY_FD_OPTION, hidden=True)]
 AllowSimulatedOption = Annotated[

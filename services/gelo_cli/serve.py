@@ -19,6 +19,7 @@ from gelo_cli.options import (
     LogOption,
     MaxLenOption,
     ModelOption,
+    ObliviousOption,
     ProtectionChoice,
     ProtectionOption,
     ReadyOption,
@@ -50,6 +51,7 @@ def serve(
     ] = 60.0,
     decode_mask: DecodeMaskOption = DecodeMaskChoice.SEQUENCE,
     mask_per_offload: FreshMaskOption = False,
+    oblivious_embedding: ObliviousOption = False,
     evidence: EvidenceOption = EvidenceChoice.AUTO,
     log_level: LogOption = "info",
     ready_fd: ReadyOption = None,
@@ -79,7 +81,7 @@ def serve(
 
         with progress_bars() as progress:
             directory = resolve_model(model, progress=progress)
-            loaded = load_model(directory, progress=progress)
+            loaded = load_model(directory, progress=progress, oblivious_embedding=oblivious_embedding)
         options = RuntimeOptions(
             worker=worker,
             protection=protection.value,

@@ -104,6 +104,16 @@ def _sweep_all(table: Any, ids: Any, partial: Any) -> None:
             _sweep(table, first, end, ids, partial[piece])
 
 
+def gather(table: NDArray[Any], ids: NDArray[np.int64], *, oblivious: bool) -> NDArray[Any]:
+    """``table[ids]`` for a ``table`` ``(rows, d)`` of any type; with ``oblivious`` by :func:`take_rows`."""
+    if not oblivious:
+        return table[ids]
+    # Bytes of a copy, or a view: tables are contiguous in checkpoints.
+    contiguous = np.ascontiguousarray(table)
+    rows = take_rows(contiguous.view(np.uint8), ids)
+    return np.ascontiguousarray(rows).view(table.dtype)
+
+
 def take_rows(table: NDArray[np.uint8], ids: NDArray[np.int64]) -> NDArray[np.uint8]:
     """``table[ids]``, ``(n, bytes)``, of a C-contiguous ``table`` ``(rows, bytes)`` uint8; ``ids`` ``(n,)``.
 

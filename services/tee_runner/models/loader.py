@@ -31,12 +31,14 @@ class LoadedModel:
 
 
 def load_model(
-    directory: Path, *, preset: str | None = None, progress: Progress | None = None
-) -> LoadedModel:
+    directory: Path, *, preset: str | None = None, progress: Progress | None = None,
+    oblivious_embedding: bool = False,
+) -> LoadedModel:  # fmt: skip
     """The model in ``directory`` (Hugging Face layout).
 
     With ``preset``, its configuration must be that of the published model of this name. Linear
     weights and the embedding table stay memory-mapped; the rest is small and read here.
+    With ``oblivious_embedding``, which row of a token-indexed table is wanted does not decide what is read.
     ``progress`` is told the stages ``per-layer table`` (of models that have one) and ``identity``.
     Raises ``ModelError`` for anything missing or malformed and ``UnsupportedModelError`` for what
     the decoder does not implement.
@@ -53,7 +55,9 @@ def load_model(
             f"The tokenizer has {tokenizer.vocab_size} ids, the embedding only {config.vocab_size} rows."
         )
     checkpoint = Checkpoint(directory)
-    weights = load_weights(checkpoint, config, progress=progress or no_progress)
+    weights = load_weights(
+        checkpoint, config, progress=progress or no_progress, oblivious=oblivious_embedding
+    )
     identity = compute_identity(
         directory,
         values=values,

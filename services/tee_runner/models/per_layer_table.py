@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from tee_runner.decoder.oblivious import gather
 from tee_runner.decoder.weights import Float32
 from tee_runner.errors import InvalidRequestError, ModelError
 
@@ -34,14 +35,18 @@ class PerLayerTable:
     """
 
     def __init__(
-        self, source: NDArray[Any], *, layers: int, name: str, progress: Progress | None = None
-    ) -> None:
+        self, source: NDArray[Any], *, layers: int, name: str, progress: Progress | None = None,
+        oblivious: bool = False,
+    ) -> None:  # fmt: skip
         """Quantise ``source`` ``(vocab, layers·width)``, of any float dtype; ``progress`` is told bytes.
+
+        With ``oblivious``, lookups read the whole table (:mod:`tee_runner.decoder.oblivious`).
 
         Raises:
             ModelError: a value is not finite; ``name`` names the tensor.
         """
         self.vocab, total = source.shape
+        self._oblivious = oblivious
         self.layers, self.width = layers, total // layers
         self._values = _private(self.vocab * total).reshape(self.vocab, total)
         self._scales = np.empty((self.vocab, layers), dtype=np.float32)
@@ -71,8 +76,13 @@ class PerLayerTable:
         """
         if ids.size and (ids.min() < 0 or ids.max() >= self.vocab):
             raise InvalidRequestError(f"A token id lies outside the per-layer vocabulary of {self.vocab}.")
-        rows = self._values[ids].astype(np.float32).reshape(len(ids), self.layers, self.width)
-        rows *= (self._scales[ids] * self._gain)[:, :, None]
+        rows = (
+            gather(self._values, ids, oblivious=self._oblivious)
+            .astype(np.float32)
+            .reshape(len(ids), self.layers, self.width)
+        )
+        scales = gather(self._scales, ids, oblivious=self._oblivious)
+        rows *= (scales * self._gain)[:, :, None]
         return rows
 
     def _quantise(self, first: int, block: Float32, scratch: Float32, name: str) -> None:

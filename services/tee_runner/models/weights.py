@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tee_runner.decoder.config import DecoderConfig, LayerConfig
+from tee_runner.decoder.oblivious import gather
 from tee_runner.decoder.weights import (
     DecoderWeights,
     Float16,
@@ -100,12 +101,13 @@ def _qkv_parts(layer: LayerConfig) -> tuple[str, ...]:
 
 
 def load_weights(
-    checkpoint: Tensors, config: DecoderConfig, *, progress: Progress = no_progress
+    checkpoint: Tensors, config: DecoderConfig, *, progress: Progress = no_progress, oblivious: bool = False
 ) -> DecoderWeights:
     """The weights of ``config`` from ``checkpoint``; linear weights and the embedding stay on disk.
 
     Of a multimodal checkpoint only the text part is looked at.
-    ``progress`` is told the stage ``per-layer table`` in elements, for models that have one.
+    ``progress`` is told the stage ``per-layer table`` in elements, for models that have one. With
+    ``oblivious``, rows of token-indexed tables are looked up by reading all of the table.
     Raises ``ModelError`` for a tensor that is missing, misshapen or not finite, and
     ``UnsupportedModelError`` for one that is not expected.
     """
@@ -114,11 +116,11 @@ def load_weights(
     layers = tuple(_layer(checkpoint, config, i) for i in range(config.num_layers))
     head = _EMBEDDING if config.tie_word_embeddings else _HEAD
     return DecoderWeights(
-        embed=_embedding(checkpoint, config),
+        embed=_embedding(checkpoint, config, oblivious=oblivious),
         layers=layers,
         final_norm=_norm(checkpoint, config, _FINAL_NORM),
         lm_head=_linear(checkpoint, "lm_head", config.hidden_size, [head]),
-        ple=_ple(checkpoint, config, progress) if config.per_layer_input_width else None,
+        ple=_ple(checkpoint, config, progress, oblivious=oblivious) if config.per_layer_input_width else None,
     )
 
 
@@ -201,12 +203,13 @@ def _layer_ple(checkpoint: Tensors, config: DecoderConfig, prefix: str) -> Layer
     )
 
 
-def _ple(checkpoint: Tensors, config: DecoderConfig, progress: Progress) -> PleWeights:
+def _ple(checkpoint: Tensors, config: DecoderConfig, progress: Progress, *, oblivious: bool) -> PleWeights:
     table = PerLayerTable(
         checkpoint.array(_PLE_TABLE),
         layers=config.num_layers,
         name=_PLE_TABLE,
         progress=lambda done, total: progress("per-layer table", done, total),
+        oblivious=oblivious,
     )
     projection = _vector(checkpoint, _PLE_PROJECTION)
     projection *= np.float32(config.hidden_size**-0.5)
@@ -244,7 +247,9 @@ def _linear(checkpoint: Tensors, name: str, d_in: int, tensors: list[str]) -> Li
     return LinearSpec(name=name, d_in=d_in, d_out=d_out, load=load)
 
 
-def _embedding(checkpoint: Tensors, config: DecoderConfig) -> Callable[[NDArray[np.int64]], Float32]:
+def _embedding(
+    checkpoint: Tensors, config: DecoderConfig, *, oblivious: bool
+) -> Callable[[NDArray[np.int64]], Float32]:
     table = checkpoint.array(_EMBEDDING)
 
     def embed(ids: NDArray[np.int64]) -> Float32:
@@ -252,7 +257,7 @@ def _embedding(checkpoint: Tensors, config: DecoderConfig) -> Callable[[NDArray[
             raise InvalidRequestError(f"Token ids must be a vector of int64, not {ids.dtype} {ids.shape}.")
         if ids.size and (ids.min() < 0 or ids.max() >= config.vocab_size):
             raise InvalidRequestError(f"A token id lies outside the vocabulary of {config.vocab_size}.")
-        rows: Float32 = table[ids].astype(np.float32)
+        rows: Float32 = gather(table, ids, oblivious=oblivious).astype(np.float32)
         if config.embed_scale != 1.0:
             rows *= np.float32(config.embed_scale)
         return rows

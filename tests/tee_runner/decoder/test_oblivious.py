@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tee_runner.decoder.oblivious import GROUP, take_rows
+from tee_runner.decoder.oblivious import GROUP, gather, take_rows
 
 
 @settings(max_examples=60, deadline=None)
@@ -47,3 +48,13 @@ def test_an_index_outside_gives_zeros() -> None:
 def test_refuses_other_tables(table: np.ndarray) -> None:
     with pytest.raises(ValueError, match="matrix of bytes"):
         take_rows(table, np.array([0]))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int8, ml_dtypes.bfloat16])
+def test_gather_keeps_the_element_type(dtype: type) -> None:
+    table = np.random.default_rng(3).integers(-100, 100, (70, 48)).astype(dtype)
+    ids = np.array([69, 0, 3, 3])
+    for oblivious in (False, True):
+        rows = gather(table, ids, oblivious=oblivious)
+        assert rows.dtype == dtype
+        np.testing.assert_array_equal(rows, table[ids])

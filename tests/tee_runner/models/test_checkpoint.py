@@ -134,6 +134,16 @@ def test_embedding_checks_ids(saved_model: Saved) -> None:
             embed(ids)
 
 
+def test_oblivious_lookups_give_the_same_rows(saved_model: Saved) -> None:
+    directory, _ = saved_model("llama")
+    ids = np.array([3, 0, 3, 261], np.int64)
+    plain, oblivious = (load_model(directory, oblivious_embedding=on).weights.embed for on in (False, True))
+    np.testing.assert_array_equal(oblivious(ids), plain(ids))
+    assert oblivious(np.array([], np.int64)).shape == (0, 64)
+    with pytest.raises(InvalidRequestError):
+        oblivious(np.array([262]))
+
+
 def test_bfloat16_checkpoint(saved_model: Saved) -> None:
     directory, _ = saved_model("llama")
     rewrite(directory, lambda t: t.update({k: v.bfloat16() for k, v in t.items()}))

@@ -96,6 +96,15 @@ def test_tokens_outside_the_table_are_refused(token: int) -> None:
     assert str(token) not in str(caught.value).replace(str(VOCAB), "")
 
 
+def test_oblivious_lookups_give_the_same_rows() -> None:
+    rows = source(3)
+    ids = np.array([5, 0, 36, 36, 7])
+    plain, oblivious = (
+        PerLayerTable(rows, layers=LAYERS, name="table", oblivious=on) for on in (False, True)
+    )
+    np.testing.assert_array_equal(oblivious.gather(ids), plain.gather(ids))
+
+
 def test_no_tokens_give_no_rows() -> None:
     table = PerLayerTable(source(7), layers=LAYERS, name="table")
     assert table.gather(np.zeros(0, np.int64)).shape == (0, LAYERS, WIDTH)
