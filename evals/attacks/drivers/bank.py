@@ -179,24 +179,25 @@ class Bank(Attack):
         """See :meth:`Attack.run`."""
         found, notes, headline = _Found(), list[str](), list[float]()
         size = 0
-        seen_prompts: set[int] = set()
         evidence = evidence_of(view)
-        score_vocabulary(evidence, view.model)
-        for index, (capture, secret) in enumerate(zip(view.captures, truth.prompts, strict=True)):
-            progress(index / len(view.captures))
-            if capture.prompt in seen_prompts or len(secret.tokens) != 1:
-                continue
-            seen_prompts.add(capture.prompt)
+        first = {
+            secret.prompt: index
+            for index, secret in reversed(list(enumerate(truth.prompts)))
+            if len(secret.tokens) == 1
+        }
+        chosen = sorted(first.values())
+        score_vocabulary([evidence[index] for index in chosen], view.model)
+        for done, index in enumerate(chosen):
+            progress(done / len(chosen))
+            seen, secret = evidence[index], truth.prompts[index]
             prompt = secret.tokens[0][: secret.prompt_lengths[0]]
             true = prompt[: self._opening] if view.corpus == "long" else prompt
-            seen = evidence[index]
-            place = next(iter(seen.places(0)), None)
-            operands = {(o.layer, o.op): o.operand for o in capture.offloads if o.forward == 0}
+            operands = {(o.layer, o.op): o.operand for o in view.captures[index].offloads if o.forward == 0}
             if _QKV in operands:
                 value, size = self._first_layer(view, seen, operands, true, found, rng)
                 if len(found.values.get("one word or the order changed, layer 0", ())) < self._hard_prompts:
                     self._hard_bank(view.model, seen, true, found, rng)
-            elif place is not None:
+            elif place := next(iter(seen.places(0)), None):
                 value, size = self._run_through(view.model, seen, place, true, found, rng)
             else:
                 continue

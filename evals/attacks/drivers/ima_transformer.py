@@ -29,7 +29,7 @@ from evals.attacks.drivers.nearest import (
     top_tokens,
     unit_rows,
 )
-from evals.attacks.drivers.own_text import openings, own_rows, training_pairs
+from evals.attacks.drivers.own_text import own_rows, training_pairs
 from evals.attacks.drivers.simulate import can_simulate, simulate
 from evals.attacks.kept import kept
 from evals.attacks.model import Attack, Outcome, Report, Truth, View
@@ -331,7 +331,7 @@ def _material(view: View, truth: Truth, place: Place) -> tuple[Source, Pairs]:
     every second time any tokens of the vocabulary.
     """
     first = place == (0, "qkv")
-    corpus = own_rows(view.model, openings(view.model, known_openings(view, truth)), place)
+    corpus = own_rows(view.model, known_openings(view, truth), place)
     dictionary = view.model.dictionary
 
     def source(n: int, rng: np.random.Generator) -> tuple[Int64, Float32]:

@@ -32,7 +32,7 @@ from evals.attacks.drivers.nearest import (
     top_tokens,
     unit_rows,
 )
-from evals.attacks.drivers.own_text import openings, own_rows, training_pairs
+from evals.attacks.drivers.own_text import own_rows, training_pairs
 from evals.attacks.model import HEAD_LAYER, Attack, Outcome, Report, Truth, View
 
 # Ridge penalties in units of the mean variance of a coordinate.
@@ -150,8 +150,7 @@ class _Inversion(Attack):
         """Pairs the attacker computes himself, without any capture."""
         if place == (0, "qkv"):
             return Pairs.of(view.model.dictionary, np.arange(view.model.config.vocab_size))
-        known = openings(view.model, known_openings(view, truth))
-        return Pairs.of(*training_pairs(own_rows(view.model, known, place)))
+        return Pairs.of(*training_pairs(own_rows(view.model, known_openings(view, truth), place)))
 
     def run(
         self, view: View, truth: Truth, rng: np.random.Generator, progress: Report = lambda fraction: None
@@ -285,8 +284,8 @@ class InternalStateInversion(_Inversion):
     title = "ISA (ridge)"
     source = "Internal-state attack of AloePri (arXiv 2603.01499), Appendix F"
     assumes = (
-        "As IMA; in place of the dictionary, rows of texts that the public model writes after openings "
-        "such as the prompts have"
+        "As IMA; in place of the dictionary, rows of texts that the public model writes after the "
+        "openings of known prompts"
     )
     measures = EmbeddingInversion.measures
     _missing = "no qkv behind the first layer on the wire"

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from evals.attacks.corpus import candidates
 from evals.attacks.drivers.nearest import Float32, Int64, Place, next_tokens
 from evals.attacks.kept import kept
 from evals.attacks.public import PublicModel
@@ -21,20 +20,7 @@ LENGTH = 32
 _SEED = 20_261
 _OPENING = 3
 
-# Sentences whose openings it has.
-_SENTENCES = 256
-
 Corpus = list[tuple[Int64, Float32]]
-
-
-def openings(model: PublicModel, known: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-    """Sentences to begin with, such as the prompts are, or ``known`` if there is no tokenizer.
-
-    The same for all conditions and corpora, so that there is one text.
-    """
-    if model.tokenizer is None:
-        return known
-    return [prompt.tokens for prompt in candidates(_SENTENCES, model.tokenizer, _SEED)]
 
 
 def write(model: PublicModel, openings: Sequence[Sequence[int]], sequences: int, length: int) -> list[Int64]:
