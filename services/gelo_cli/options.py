@@ -55,10 +55,19 @@ class ProtectionChoice(StrEnum):
     """Protection schemes."""
 
     PLAIN = "plain"
+    PLAIN_INT8 = "plain-int8"
     HAAR = "gelo-haar"
     HD3 = "gelo-hd3"
     DCT4 = "gelo-dct4"
     AUTO = "gelo-auto"
+    LPN = "lpn"
+
+
+class LpnWeightsChoice(StrEnum):
+    """Widths of quantised weights."""
+
+    INT8 = "int8"
+    INT16 = "int16"
 
 
 ModelOption = Annotated[
@@ -109,6 +118,24 @@ ObliviousOption = Annotated[
         "--oblivious-embedding",
         help="Look tokens up by reading the whole embedding table in order, so that which memory is touched "
         "does not depend on the prompt. docs/performance.md states what it costs.",
+    ),
+]
+LpnMemoryOption = Annotated[
+    float,
+    typer.Option(
+        "--lpn-memory", help="lpn: bytes of runner memory per model parameter. More makes it faster.", min=1.5
+    ),
+]
+LpnWeightsOption = Annotated[
+    LpnWeightsChoice,
+    typer.Option("--lpn-weights", help="lpn: int16 is near-lossless, and slower at the worker."),
+]
+LpnPoolsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--lpn-pools",
+        help="lpn: a directory that keeps the pools (public, verified when read) for a quick start.",
+        file_okay=False,
     ),
 ]
 LogOption = Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")]

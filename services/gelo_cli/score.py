@@ -13,6 +13,10 @@ from gelo_cli.options import (
     EngineChoice,
     EngineOption,
     IntegrityOption,
+    LpnMemoryOption,
+    LpnPoolsOption,
+    LpnWeightsChoice,
+    LpnWeightsOption,
     MaxLenOption,
     ModelOption,
     ProtectionChoice,
@@ -21,6 +25,7 @@ from gelo_cli.options import (
     TransportOption,
 )
 from gelo_cli.processes import started
+from tee_runner.protection.lpn.options import DEFAULT_MEMORY
 
 _MAX_TEXT_BYTES = 64 << 20
 
@@ -33,6 +38,9 @@ def score(
     transport: TransportOption = TransportChoice.AUTO,
     max_len: MaxLenOption = 0,
     integrity: IntegrityOption = True,
+    lpn_memory: LpnMemoryOption = DEFAULT_MEMORY,
+    lpn_weights: LpnWeightsOption = LpnWeightsChoice.INT8,
+    lpn_pools: LpnPoolsOption = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object, floats in full precision.")
     ] = False,
@@ -47,6 +55,7 @@ def score(
         from tee_runner.engine.score import score as score_tokens
         from tee_runner.models import load_model, resolve_model
         from tee_runner.protection.integrity import DEFAULT_PROBES
+        from tee_runner.protection.lpn.options import LpnOptions
 
         content = _read(text)
         with progress_bars() as progress:
@@ -69,6 +78,11 @@ def score(
                     max_sequences=1,
                     integrity_probes=DEFAULT_PROBES if integrity else 0,
                     max_len=max_len or loaded.config.max_position_embeddings,
+                    lpn=LpnOptions(
+                        bytes_per_parameter=lpn_memory,
+                        wide_weights=lpn_weights is LpnWeightsChoice.INT16,
+                        pool_directory=lpn_pools,
+                    ),
                 )
                 runtime = Runtime(loaded, options, progress)
                 try:

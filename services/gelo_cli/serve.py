@@ -17,6 +17,10 @@ from gelo_cli.options import (
     KvChoice,
     KvOption,
     LogOption,
+    LpnMemoryOption,
+    LpnPoolsOption,
+    LpnWeightsChoice,
+    LpnWeightsOption,
     MaxLenOption,
     ModelOption,
     ObliviousOption,
@@ -27,6 +31,7 @@ from gelo_cli.options import (
     TransportOption,
 )
 from gelo_cli.processes import report_ready
+from tee_runner.protection.lpn.options import DEFAULT_MEMORY
 
 if TYPE_CHECKING:
     from attestation.providers.select import EvidenceKind
@@ -52,6 +57,9 @@ def serve(
     decode_mask: DecodeMaskOption = DecodeMaskChoice.SEQUENCE,
     mask_per_offload: FreshMaskOption = False,
     oblivious_embedding: ObliviousOption = False,
+    lpn_memory: LpnMemoryOption = DEFAULT_MEMORY,
+    lpn_weights: LpnWeightsOption = LpnWeightsChoice.INT8,
+    lpn_pools: LpnPoolsOption = None,
     evidence: EvidenceOption = EvidenceChoice.AUTO,
     log_level: LogOption = "info",
     ready_fd: ReadyOption = None,
@@ -67,6 +75,7 @@ def serve(
         from tee_runner.models import load_model, resolve_model
         from tee_runner.protection.base import MaskOptions
         from tee_runner.protection.integrity import DEFAULT_PROBES
+        from tee_runner.protection.lpn.options import LpnOptions
 
         forbid_memory_dumps()
         kind = _evidence_kind(evidence)
@@ -94,6 +103,11 @@ def serve(
                 shared_decode=decode_mask is DecodeMaskChoice.SHARED, per_offload=mask_per_offload
             ),
             integrity_probes=DEFAULT_PROBES if integrity else 0,
+            lpn=LpnOptions(
+                bytes_per_parameter=lpn_memory,
+                wide_weights=lpn_weights is LpnWeightsChoice.INT16,
+                pool_directory=lpn_pools,
+            ),
         )
         listen = ServeOptions(host=host, port=port, metrics_port=metrics_port)
         with progress_bars() as progress:

@@ -120,6 +120,47 @@ def test_both_sides_see_one_memory(made: tuple[Slab, int]) -> None:
     assert (mine.result(2, 7) == -1.5).all()
 
 
+def test_words_and_floats_are_the_same_memory(made: tuple[Slab, int]) -> None:
+    slab, _ = made
+    halves, words = slab.operand(3, 4), slab.operand_words(3, 4)
+    assert (halves.dtype, words.dtype, words.shape) == (np.float16, np.uint32, (3, 4))
+    assert slab.operand_words(3, 4) is words
+    assert slab.operand(3, 4) is halves
+    words[...] = 0x3C00_4000
+    np.testing.assert_array_equal(halves.reshape(-1), np.tile([2, 1], 6))
+    assert slab.memory[CONTROL_BYTES : CONTROL_BYTES + 48].tobytes() == words.tobytes()
+    results = slab.result_words(5, 2)
+    results[...] = 0x3F80_0000
+    assert (slab.result(5, 2) == 1.0).all()
+    assert slab.memory[SIZES.result_start : SIZES.result_start + 40].tobytes() == results.tobytes()
+
+
+def test_words_take_twice_the_operand_area(made: tuple[Slab, int]) -> None:
+    slab, _ = made
+    slab.operand(5000, 1)
+    slab.operand_words(2500, 1)
+    for use in (
+        lambda: slab.operand(5001, 1),
+        lambda: slab.operand_words(2501, 1),
+        lambda: slab.operand_words(0, 1),
+        lambda: slab.result_words(5001, 1),
+        lambda: slab.result_words(1, -1),
+    ):
+        with pytest.raises(SlabError):
+            use()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 50), st.integers(1, 50))
+def test_the_areas_end_where_the_sizes_say(operand: int, result: int) -> None:
+    slab, descriptor = Slab.create(SlabSizes(operand=operand, result=result))
+    os.close(descriptor)
+    halves, words, results = slab.areas()
+    assert (halves.size, words.size, results.size) == (operand // 2, operand // 4, result // 4)
+    for area, start in ((halves, CONTROL_BYTES), (words, CONTROL_BYTES), (results, slab.sizes.result_start)):
+        assert area.size == 0 or area.ctypes.data == slab.memory.ctypes.data + start
+
+
 @pytest.mark.parametrize(
     "seals", [0, fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW, SEALS & ~fcntl.F_SEAL_SHRINK]
 )

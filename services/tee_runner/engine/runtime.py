@@ -4,26 +4,37 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from gelo.formats import WeightFormat
 from gelo.slab import SlabSizes
 from tee_runner.decoder.forward import Decoder, LinearHandles, RaggedBatch
 from tee_runner.decoder.kv_cache import KvCache, KvDtype
+from tee_runner.decoder.weights import LinearSpec
 from tee_runner.errors import IntegrityError, WorkerError
 from tee_runner.models.loader import LoadedModel
 from tee_runner.profile import Profile
-from tee_runner.protection.base import Float32, Linear, MaskOptions, Protection
+from tee_runner.protection.base import (
+    Float32,
+    Linear,
+    MaskOptions,
+    Progress,
+    Protection,
+    SchemeOptions,
+)
 from tee_runner.protection.integrity import DEFAULT_PROBES, spectral_norm
+from tee_runner.protection.lpn.options import LpnOptions
 from tee_runner.protection.schemes import DEFAULT_SCHEME, scheme
 from tee_runner.worker.client import RemoteWeight, TransportName, WorkerClient, WorkerInfo, weight_digest
 from tee_runner.worker.transport import WireStats
 
 log = logging.getLogger(__name__)
-
-Progress = Callable[[str, int, int], None]
 
 # Rows of an LM-head operand that the buffers can hold at least: enough to score in blocks.
 _HEAD_ROWS = 128
@@ -50,6 +61,12 @@ class RuntimeOptions:
     worker_timeout: float = 60.0
     integrity_probes: int = DEFAULT_PROBES
     masks: MaskOptions = field(default_factory=MaskOptions)
+    lpn: LpnOptions = field(default_factory=LpnOptions)
+
+    @property
+    def scheme_options(self) -> SchemeOptions:
+        """What concerns the protection scheme."""
+        return SchemeOptions(masks=self.masks, lpn=self.lpn)
 
 
 class Runtime:
@@ -62,7 +79,9 @@ class Runtime:
         self.scheme = scheme(options.protection)
         limit = model.config.max_position_embeddings
         self.max_len = min(options.max_len, limit) if options.max_len else min(limit, 4096)
-        self._weights, self._linears = _read_weights(model, progress, norms=options.integrity_probes > 0)
+        self._weights, self._linears = _read_weights(model, self.scheme, options, progress)
+        # Public data that outlives a session.
+        self._store = self.scheme.new_store()
         handles = LinearHandles(handles=self._linears)
         self.profile = Profile()
         self._decoder = Decoder(
@@ -98,8 +117,10 @@ class Runtime:
         self.worker_info = self._client.info(wait=wait)
         sent = self._client.provision(self._weights, progress)
         transport = self._client.open_session(self._weights, self._slab_sizes(), self.options.transport)
-        protection = self.scheme(transport, masks=self.options.masks)
+        protection = self.scheme.open(transport, self.options.scheme_options, self._store)
         protection.profile = self.profile
+        if progress is not None:
+            protection.progress = progress
         try:
             protection.provision(self._linears, probes=self.options.integrity_probes)
         except BaseException:
@@ -176,10 +197,10 @@ class Runtime:
 
     def _slab_sizes(self) -> SlabSizes:
         *layers, head = self._linears
-        rows = self.max_operand_rows
+        rows = max(self.max_operand_rows, self.scheme.provision_rows)
         operand = max(rows * max(w.d_in for w in layers), self.head_rows * head.d_in)
         result = max(rows * max(w.d_out for w in layers), self.head_rows * head.d_out)
-        return SlabSizes(operand=operand * 2, result=result * 4)
+        return SlabSizes(operand=operand * self.scheme.operand_item_bytes, result=result * 4)
 
 
 def _add(total: WireStats, part: WireStats) -> None:
@@ -191,18 +212,25 @@ def _add(total: WireStats, part: WireStats) -> None:
 
 
 def _read_weights(
-    model: LoadedModel, progress: Progress | None, *, norms: bool
+    model: LoadedModel, kind: type[Protection], options: RuntimeOptions, progress: Progress | None
 ) -> tuple[tuple[RemoteWeight, ...], tuple[Linear, ...]]:
     """One pass over the weights: what the worker must hold, and how the decoder names it."""
     specs = list(model.weights.linears())
     total = sum(spec.d_in * spec.d_out * 2 for spec in specs)
+    norms = options.integrity_probes > 0 and kind.rounded_results
     done = 0
     remote, linears = [], []
     for weight_id, spec in enumerate(specs):
         values = np.ascontiguousarray(spec.load())
+        sent = np.ascontiguousarray(kind.wire_weight(values, options.scheme_options))
         remote.append(
             RemoteWeight(
-                name=spec.name, d_in=spec.d_in, d_out=spec.d_out, sha256=weight_digest(values), load=spec.load
+                name=spec.name,
+                d_in=spec.d_in,
+                d_out=spec.d_out,
+                sha256=weight_digest(sent),
+                load=partial(_wire_weight, spec, kind, options.scheme_options),
+                format=WeightFormat.of(sent.dtype),
             )
         )
         linears.append(
@@ -219,3 +247,7 @@ def _read_weights(
         if progress is not None:
             progress("hash weights", done, total)
     return tuple(remote), tuple(linears)
+
+
+def _wire_weight(spec: LinearSpec, kind: type[Protection], options: SchemeOptions) -> NDArray[Any]:
+    return kind.wire_weight(spec.load(), options)

@@ -54,6 +54,10 @@ class MaskOptions:
     per_offload: bool = False
 
 
+def _unseen(what: str, done: int, total: int) -> None:
+    """The default of :attr:`Protection.progress`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchemeOptions:
     """The options of all schemes; each takes what concerns it."""
@@ -97,6 +101,8 @@ class Protection(ABC):
     warning: ClassVar[str] = ""
     # Bytes of an operand's element on the wire.
     operand_item_bytes: ClassVar[int] = 2
+    # Whether results are sums of rounded products, which are checked up to a tolerance.
+    rounded_results: ClassVar[bool] = True
     # Rows of an offload that provisioning needs, which the buffers must hold too.
     provision_rows: ClassVar[int] = 0
 
@@ -104,6 +110,8 @@ class Protection(ABC):
         self.transport = transport
         self.masks = masks or MaskOptions()
         self.profile = Profile()
+        # Told how far provisioning is.
+        self.progress: Progress = _unseen
         # Elements of the weight of the offload in progress.
         self.product_elements = 0
         self._integrity: Integrity | None = None
@@ -133,9 +141,7 @@ class Protection(ABC):
     def operand_rows(cls, counts: Sequence[int]) -> int:
         """Rows of the operand for data rows ``counts``: what the buffers must hold."""
 
-    def provision(
-        self, weights: Sequence[Linear], *, probes: int = 0, progress: Progress | None = None
-    ) -> None:
+    def provision(self, weights: Sequence[Linear], *, probes: int = 0) -> None:
         """Once per worker session, before the first pass: what the scheme keeps per weight.
 
         ``probes`` > 0 has every result checked against projections drawn here, 0 none.

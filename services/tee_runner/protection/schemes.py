@@ -8,9 +8,13 @@ from tee_runner.protection.gelo.auto import Auto
 from tee_runner.protection.gelo.dct4 import Dct4
 from tee_runner.protection.gelo.haar import Haar
 from tee_runner.protection.gelo.hd3 import Hd3
+from tee_runner.protection.lpn.ring import PlainInt8
+from tee_runner.protection.lpn.scheme import Lpn
 from tee_runner.protection.plain import Plain
 
-SCHEMES: dict[str, type[Protection]] = {scheme.name: scheme for scheme in (Plain, Haar, Hd3, Dct4, Auto)}
+SCHEMES: dict[str, type[Protection]] = {
+    scheme.name: scheme for scheme in (Plain, PlainInt8, Haar, Hd3, Dct4, Auto, Lpn)
+}
 DEFAULT_SCHEME = Hd3.name
 
 

@@ -12,21 +12,23 @@ from collections.abc import Iterator
 from concurrent import futures
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from gelo.header import OffloadHeader, Status
+from gelo.formats import WeightFormat
+from gelo.header import OffloadHeader, OperandKind, Status
 from gelo.slab import ATTACH_BYTES, AttachMessage, Doorbell, DoorbellClosedError, Slab
 from gelo.v1 import worker_pb2, worker_pb2_grpc
 
 AnswerFault = Literal[
     "none", "later sequence", "earlier sequence", "fewer rows", "more rows", "other weight", "other d_in",
-    "other d_out", "bad request", "engine failed", "unknown status", "garbage", "zeros", "wrong magic",
-    "wrong version", "reserved set", "NaN", "+inf", "-inf", "one NaN", "huge", "silent", "hang up",
-    "short header", "long header", "no header", "short result", "long result", "no result", "abort", "flood",
+    "other d_out", "other kind", "bad request", "engine failed", "unknown status", "garbage", "zeros",
+    "wrong magic", "wrong version", "unknown kind", "NaN", "+inf", "-inf", "one NaN", "huge", "silent",
+    "hang up", "short header", "long header", "no header", "short result", "long result", "no result",
+    "abort", "flood",
 ]  # fmt: skip
 AttachFault = Literal["none", "close", "say no", "never answer"]
 
@@ -43,17 +45,21 @@ _PATCHED: dict[str, tuple[int, bytes]] = {
     "unknown status": (6, b"\x77\x77"),
     "wrong magic": (0, b"OLEG"),
     "wrong version": (4, b"\2\0"),
-    "reserved set": (63, b"\x80"),
+    "unknown kind": (63, b"\x80"),
 }
+_OPERANDS = {OperandKind.HALF: np.float16, OperandKind.WORDS: np.uint32}
 _VALUES = {"NaN": np.nan, "+inf": np.inf, "-inf": -np.inf, "huge": 3e38}
 
 
 def _answer(
-    fault: AnswerFault, header: OffloadHeader, operand: NDArray[np.float16], weight: NDArray[np.float32]
-) -> tuple[bytes, NDArray[np.float32]]:
-    result = (operand.astype(np.float32) @ weight.T).astype(np.float32)
+    fault: AnswerFault, header: OffloadHeader, operand: NDArray[Any], weight: NDArray[Any]
+) -> tuple[bytes, NDArray[Any]]:
+    wide = np.uint32 if header.kind == OperandKind.WORDS else np.float32
+    result = (operand.astype(wide) @ weight.astype(wide).T).astype(wide)
     raw = header._replace(compute_ns=1).pack()
-    if fault in _ALTERED:
+    if fault == "other kind":
+        raw = header._replace(kind=OperandKind(1 - header.kind)).pack()
+    elif fault in _ALTERED:
         changes = {name: getattr(header, name) + step for name, step in _ALTERED[fault].items()}
         raw = OffloadHeader(**{**_fields(header), **changes}).pack()
     elif fault in _PATCHED:
@@ -80,7 +86,7 @@ def _answer(
 
 
 def _fields(header: OffloadHeader) -> dict[str, int]:
-    names = ("sequence", "weight_id", "rows", "d_in", "d_out")
+    names = ("sequence", "weight_id", "rows", "d_in", "d_out", "kind")
     return {name: getattr(header, name) for name in names}
 
 
@@ -95,7 +101,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     refuse: tuple[str, ...] = ()  # RPCs that are aborted
     replies_sent: int = 0
     address: str = ""
-    _weights: dict[bytes, NDArray[np.float32]] = field(default_factory=dict)
+    _weights: dict[bytes, NDArray[Any]] = field(default_factory=dict)
     _sessions: dict[bytes, list[bytes]] = field(default_factory=dict)
     _closing: threading.Event = field(default_factory=threading.Event)
 
@@ -158,8 +164,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self._gate("UploadWeight", context)
         weight = next(request_iterator).weight
         data = b"".join(part.chunk for part in request_iterator)
-        values = np.frombuffer(data, np.float16).reshape(weight.d_out, weight.d_in)
-        self._weights[weight.sha256] = values.astype(np.float32)
+        values = np.frombuffer(data, WeightFormat(weight.format).dtype)
+        self._weights[weight.sha256] = values.reshape(weight.d_out, weight.d_in)
         return worker_pb2.UploadWeightReply()
 
     def OpenSession(
@@ -187,7 +193,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             if fault == "abort":
                 self._abort(context)
             header = OffloadHeader.unpack(request.header)
-            operand = np.frombuffer(request.operand, np.float16).reshape(header.rows, header.d_in)
+            operand = np.frombuffer(request.operand, _OPERANDS[header.kind])
+            operand = operand.reshape(header.rows, header.d_in)
             raw, result = _answer(fault, header, operand, self._weights[digests[header.weight_id]])
             payload = result.tobytes()
             if fault in ("short result", "no result"):
@@ -238,8 +245,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 self._closing.wait()
             if fault in ("silent", "hang up"):
                 return
-            operand = slab.operand(header.rows, header.d_in)
+            words = header.kind == OperandKind.WORDS
+            operand = (slab.operand_words if words else slab.operand)(header.rows, header.d_in)
             raw, result = _answer(fault, header, operand, self._weights[digests[header.weight_id]])
-            slab.result(header.rows, header.d_out)[...] = result
+            (slab.result_words if words else slab.result)(header.rows, header.d_out)[...] = result
             answered += 1
             doorbell.ring(answered, raw)

@@ -20,10 +20,11 @@ from tee_runner.worker.client import TransportName, WorkerClient
 from tee_runner.worker.inline_transport import InlineTransport
 from tee_runner.worker.transport import Transport
 
-from .conftest import SIZES, integers, remote
+from .conftest import SIZES, integers, quantised, remote, words
 from .fake_worker import AnswerFault, AttachFault, FakeWorker
 
-ARRAYS = [integers(0, 24, 40), integers(1, 40, 24)]
+# Every test of wrong answers runs with weights of float16 and with weights of int8.
+ARRAYS = [integers(0, 24, 40), integers(1, 40, 24), quantised(2, 24, 40), quantised(3, 24, 40)]
 WEIGHTS = [remote(values) for values in ARRAYS]
 TIMEOUT_S = 0.5
 # A worker that answers wrongly does so at once: this only bounds a hang.
@@ -31,7 +32,8 @@ PATIENT_S = 20.0
 
 PROTOCOL: tuple[AnswerFault, ...] = (
     "later sequence", "earlier sequence", "fewer rows", "more rows", "other weight", "other d_in",
-    "other d_out", "unknown status", "garbage", "zeros", "wrong magic", "wrong version", "reserved set",
+    "other d_out", "other kind", "unknown status", "garbage", "zeros", "wrong magic", "wrong version",
+    "unknown kind",
 )  # fmt: skip
 REPORTED: tuple[AnswerFault, ...] = ("bad request", "engine failed")
 NOT_FINITE: tuple[AnswerFault, ...] = ("NaN", "+inf", "-inf", "one NaN", "huge")
@@ -70,6 +72,17 @@ def offload(transport: Transport, operand: NDArray[np.float16]) -> NDArray[np.fl
     return transport.exchange(0, len(operand), 40, 24)
 
 
+def offload_words(transport: Transport, operand: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    transport.operand_words(*operand.shape)[...] = operand
+    return transport.exchange_words(2, len(operand), 40, 24)
+
+
+def assert_words(transport: Transport, seed: int) -> None:
+    operand = words(seed, 3, 40)
+    expected = operand @ ARRAYS[2].astype(np.uint32).T
+    np.testing.assert_array_equal(offload_words(transport, operand), expected)
+
+
 def assert_product(transport: Transport, seed: int) -> None:
     operand = integers(seed, 3, 40)
     expected = operand.astype(np.float32) @ ARRAYS[0].astype(np.float32).T
@@ -97,13 +110,31 @@ def test_wrong_answers(
     transport.close()
 
 
+@pytest.mark.parametrize("good_answers", [0, 2])
+@pytest.mark.parametrize("fault", EXPECTED)
+def test_wrong_answers_to_words(
+    worker: FakeWorker, kind: TransportName, fault: AnswerFault, good_answers: int
+) -> None:
+    worker.fault, worker.good_answers = fault, good_answers
+    transport = connect(worker, kind, TIMEOUT_S if fault == "silent" else PATIENT_S)
+    for seed in range(good_answers):
+        assert_words(transport, seed)
+    with pytest.raises(WorkerError) as error:
+        offload_words(transport, words(9, 3, 40))
+    assert type(error.value) is EXPECTED[fault]
+    assert transport.stats.offloads == good_answers
+    transport.close()
+
+
 @pytest.mark.parametrize("fault", INLINE)
 def test_wrong_lengths_over_grpc(worker: FakeWorker, fault: AnswerFault) -> None:
     worker.fault = fault
-    transport = connect(worker, "grpc")
-    with pytest.raises(WorkerProtocolError, match=r"length|header"):
-        offload(transport, integers(9, 3, 40))
-    transport.close()
+    for use in (offload, offload_words):
+        transport = connect(worker, "grpc")
+        operand = (integers if use is offload else words)(9, 3, 40)
+        with pytest.raises(WorkerProtocolError, match=r"length|header"):
+            use(transport, operand)  # type: ignore[operator]
+        transport.close()
 
 
 def test_an_aborted_stream_quotes_little_of_the_worker(worker: FakeWorker) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,22 +13,28 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from gelo.formats import WeightFormat
 from gpu_worker.engines import create_engine
 from gpu_worker.server import WorkerSettings
 from gpu_worker.server import start as start_server
 from tee_runner.errors import CapacityError, WorkerError, WorkerProtocolError, WorkerUnavailableError
 from tee_runner.worker import client as client_module
-from tee_runner.worker.client import RemoteWeight, TransportName, WorkerClient
+from tee_runner.worker.client import RemoteWeight, TransportName, WorkerClient, weight_digest
 from tee_runner.worker.inline_transport import InlineTransport
 from tee_runner.worker.slab_transport import SlabTransport
 from tee_runner.worker.transport import Transport
 from tests.e2e.processes import WorkerProcess, start_worker
 
-from .conftest import HANG_GUARD_S, SIZES, integers, remote
+from .conftest import HANG_GUARD_S, SIZES, integers, quantised, remote, words
 
 SHAPES = ((1, 1), (16, 16), (61, 127), (576, 960), (1536, 576), (3, 4096), (1000, 7))
 ARRAYS = [integers(i, d_out, d_in) for i, (d_in, d_out) in enumerate(SHAPES)]
 WEIGHTS = [remote(values, f"w{i}") for i, values in enumerate(ARRAYS)]
+# The same shapes again as weights of integers, in turn int8 and int16, in the same sessions.
+QUANTISED = [
+    quantised(i, d_out, d_in, np.int16 if i % 2 else np.int8) for i, (d_in, d_out) in enumerate(SHAPES)
+]
+ALL = [*WEIGHTS, *(remote(values, f"q{i}") for i, values in enumerate(QUANTISED))]
 CHUNK_BYTES = 20_000
 
 
@@ -41,7 +48,7 @@ def worker() -> Iterator[WorkerProcess]:
 @pytest.fixture
 def client(worker: WorkerProcess) -> Iterator[WorkerClient]:
     client = WorkerClient(worker.address, timeout=HANG_GUARD_S)
-    client.provision(WEIGHTS)
+    client.provision(ALL)
     yield client
     client.close()
 
@@ -58,7 +65,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Tra
 
 @pytest.fixture
 def transport(client: WorkerClient, kind: TransportName) -> Iterator[Transport]:
-    transport = client.open_session(WEIGHTS, SIZES, kind)
+    transport = client.open_session(ALL, SIZES, kind)
     assert isinstance(transport, SlabTransport if kind == "slab" else InlineTransport)
     yield transport
     transport.close()
@@ -84,11 +91,41 @@ def test_products(transport: Transport, weight_id: int) -> None:
         np.testing.assert_array_equal(result, expected(weight_id, operand))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(weight_id=st.integers(0, len(SHAPES) - 1), rows=st.integers(1, 200), seed=st.integers(0, 1 << 30))
-def test_any_order_of_offloads(transport: Transport, weight_id: int, rows: int, seed: int) -> None:
-    operand = integers(seed, rows, SHAPES[weight_id][0])
-    np.testing.assert_array_equal(offload(transport, weight_id, operand), expected(weight_id, operand))
+def offload_words(transport: Transport, index: int, operand: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    rows, d_in = operand.shape
+    transport.operand_words(rows, d_in)[...] = operand
+    return transport.exchange_words(len(SHAPES) + index, rows, d_in, SHAPES[index][1])
+
+
+def expected_words(index: int, operand: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    product: NDArray[np.uint32] = operand @ QUANTISED[index].astype(np.uint32).T
+    return product
+
+
+@pytest.mark.parametrize("index", range(len(SHAPES)))
+def test_products_of_words(transport: Transport, index: int) -> None:
+    for rows in (1, 2, 3, 8, 16, 31, 64, 100):
+        operand = words(rows, rows, SHAPES[index][0])
+        result = offload_words(transport, index, operand)
+        assert result.dtype == np.uint32
+        np.testing.assert_array_equal(result, expected_words(index, operand))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    weight_id=st.integers(0, len(SHAPES) - 1), rows=st.integers(1, 200), seed=st.integers(0, 1 << 30),
+    halves=st.booleans(),
+)  # fmt: skip
+def test_any_order_of_offloads(
+    transport: Transport, weight_id: int, rows: int, seed: int, halves: bool
+) -> None:
+    if halves:
+        operand = integers(seed, rows, SHAPES[weight_id][0])
+        np.testing.assert_array_equal(offload(transport, weight_id, operand), expected(weight_id, operand))
+    else:
+        random = words(seed, rows, SHAPES[weight_id][0])
+        result = offload_words(transport, weight_id, random)
+        np.testing.assert_array_equal(result, expected_words(weight_id, random))
 
 
 def test_values_that_are_not_finite_travel_as_they_are(transport: Transport) -> None:
@@ -113,6 +150,27 @@ def test_stats(transport: Transport, request: pytest.FixtureRequest) -> None:
     assert stats.bytes_received == sum(rows) * 960 * 4
     # The worker's engine ran within the exchanges.
     assert 0 < stats.worker_ns <= stats.exchange_ns
+
+
+def test_stats_of_words(transport: Transport) -> None:
+    for n in (1, 7):
+        offload_words(transport, 1, words(n, n, 16))
+    assert transport.stats.offloads == 2
+    assert transport.stats.bytes_sent == 8 * 16 * 4
+    assert transport.stats.bytes_received == 8 * 16 * 4
+    assert 0 < transport.stats.worker_ns <= transport.stats.exchange_ns
+
+
+def test_a_request_of_the_other_kind_is_a_worker_error(transport: Transport) -> None:
+    """A half is no word: neither is computed as the other, and the session goes on."""
+    transport.operand(2, 16)[...] = 1
+    with pytest.raises(WorkerError, match="BAD_REQUEST"):
+        transport.exchange(len(SHAPES) + 1, 2, 16, 16)
+    transport.operand_words(2, 16)[...] = 1
+    with pytest.raises(WorkerError, match="BAD_REQUEST"):
+        transport.exchange_words(1, 2, 16, 16)
+    operand = words(1, 2, 16)
+    np.testing.assert_array_equal(offload_words(transport, 1, operand), expected_words(1, operand))
 
 
 def test_a_bad_request_is_a_worker_error_and_the_session_goes_on(transport: Transport) -> None:
@@ -221,14 +279,24 @@ def test_slab_capacity(client: WorkerClient) -> None:
         transport.exchange(5, 1000, 3, 4096)
     operand = integers(1, 256, 3)
     np.testing.assert_array_equal(offload(transport, 5, operand), expected(5, operand))
+    transport.operand(SIZES.operand // 2, 1)
+    with pytest.raises(CapacityError):
+        transport.operand_words(SIZES.operand // 4 + 1, 1)
+    with pytest.raises(CapacityError):
+        transport.exchange_words(5, 1000, 3, 4096)
     transport.close()
 
 
 def test_inline_exchange_must_follow_its_operand(client: WorkerClient) -> None:
-    transport = client.open_session(WEIGHTS, SIZES, "grpc")
+    transport = client.open_session(ALL, SIZES, "grpc")
     transport.operand(2, 16)
     with pytest.raises(WorkerProtocolError, match="another operand"):
         transport.exchange(1, 3, 16, 16)
+    with pytest.raises(WorkerProtocolError, match="another operand"):
+        transport.exchange_words(len(SHAPES) + 1, 2, 16, 16)
+    transport.operand_words(2, 16)
+    with pytest.raises(WorkerProtocolError, match="another operand"):
+        transport.exchange(1, 2, 16, 16)
     transport.close()
 
 
@@ -283,6 +351,27 @@ def test_provisioning_sends_only_what_is_missing(worker: WorkerProcess) -> None:
     ]
     assert client.provision(weights) == 0
     client.close()
+
+
+def test_integers_are_uploaded_as_they_are(client: WorkerClient) -> None:
+    arrays = [quantised(900, 11, 13), quantised(901, 11, 13, np.int16)]
+    weights = [remote(values, f"i{i}") for i, values in enumerate(arrays)]
+    assert [weight.size for weight in weights] == [143, 286]
+    seen: list[tuple[str, int, int]] = []
+    assert client.provision(weights, lambda *step: seen.append(step)) == 429
+    assert [(done, total) for _, done, total in seen] == [(143, 429), (429, 429)]
+    assert client.provision(weights) == 0
+
+
+@pytest.mark.parametrize("values", [integers(1, 9, 5), quantised(1, 5, 9), quantised(1, 9, 5, np.int16)])
+def test_an_array_that_is_not_what_was_announced_is_not_sent(
+    client: WorkerClient, values: NDArray[Any]
+) -> None:
+    announced = RemoteWeight(
+        name="w", d_in=5, d_out=9, sha256=weight_digest(values), load=lambda: values, format=WeightFormat.INT8
+    )
+    with pytest.raises(ValueError, match=r"not int8 \(9, 5\)"):
+        client.provision([announced])
 
 
 def test_a_weight_that_changed_since_it_was_hashed_is_refused(client: WorkerClient) -> None:

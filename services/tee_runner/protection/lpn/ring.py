@@ -16,7 +16,7 @@ from tee_runner.protection.base import (
     Float32,
     ForwardSession,
     Linear,
-    Progress,
+    MaskOptions,
     Protection,
     SchemeOptions,
 )
@@ -75,15 +75,16 @@ class RingProtection(Protection):
     """Quantised rows, products modulo 2^32, results checked exactly. The operand is up to the scheme."""
 
     operand_item_bytes: ClassVar[int] = 4
+    rounded_results: ClassVar[bool] = False
     # Whether the operand is the rows plus a mask.
     blinded: ClassVar[bool]
 
     def __init__(
-        self, transport: Transport, *, options: LpnOptions | None = None, store: RingStore | None = None,
-        key: SecretKey | None = None,
+        self, transport: Transport, *, masks: MaskOptions | None = None, options: LpnOptions | None = None,
+        store: RingStore | None = None, key: SecretKey | None = None,
     ) -> None:  # fmt: skip
         """``key`` is for tests."""
-        super().__init__(transport)
+        super().__init__(transport, masks=masks)
         self.options = options or LpnOptions()
         self.store = store or RingStore()
         self.key = key or SecretKey()
@@ -99,7 +100,11 @@ class RingProtection(Protection):
     @classmethod
     def open(cls, transport: Transport, options: SchemeOptions, store: object = None) -> Protection:
         """See :meth:`Protection.open`."""
-        return cls(transport, options=options.lpn, store=store if isinstance(store, RingStore) else None)
+        opened = cls(transport, masks=options.masks)
+        opened.options = options.lpn
+        if isinstance(store, RingStore):
+            opened.store = store
+        return opened
 
     @classmethod
     def new_store(cls) -> object:
@@ -116,9 +121,7 @@ class RingProtection(Protection):
         """See :meth:`Protection.operand_rows`."""
         return sum(counts)
 
-    def provision(
-        self, weights: Sequence[Linear], *, probes: int = 0, progress: Progress | None = None
-    ) -> None:
+    def provision(self, weights: Sequence[Linear], *, probes: int = 0) -> None:
         """See :meth:`Protection.provision`."""
         self.probes = Probes(probes, self.key.stream("probes"))
         for linear in weights:

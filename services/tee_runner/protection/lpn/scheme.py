@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from typing import ClassVar
 
 from tee_runner.errors import UnsupportedModelError
-from tee_runner.protection.base import Linear, Progress
+from tee_runner.protection.base import Linear, MaskOptions
 from tee_runner.protection.lpn import parameters as lpn_parameters
 from tee_runner.protection.lpn.bank import Bank, Blinding, Source, Tools
 from tee_runner.protection.lpn.matrix import public_matrix
@@ -38,11 +38,11 @@ class Lpn(RingProtection):
     provision_rows: ClassVar[int] = CHUNK_ROWS
 
     def __init__(
-        self, transport: Transport, *, options: LpnOptions | None = None, store: RingStore | None = None,
-        key: SecretKey | None = None, chosen: Collection[LpnParameters] = (),
+        self, transport: Transport, *, masks: MaskOptions | None = None, options: LpnOptions | None = None,
+        store: RingStore | None = None, key: SecretKey | None = None, chosen: Collection[LpnParameters] = (),
     ) -> None:  # fmt: skip
         """``key`` and ``chosen``, parameters for some widths, are for tests and measurements."""
-        super().__init__(transport, options=options, store=store, key=key)
+        super().__init__(transport, masks=masks, options=options, store=store, key=key)
         self._chosen = {parameters.d: parameters for parameters in chosen}
         self._tools = Tools(self.key.stream("lpn"))
         self._banks: dict[int, Bank] = {}
@@ -56,11 +56,9 @@ class Lpn(RingProtection):
         """Counters of sweeps."""
         return self._tools
 
-    def provision(
-        self, weights: Sequence[Linear], *, probes: int = 0, progress: Progress | None = None
-    ) -> None:
+    def provision(self, weights: Sequence[Linear], *, probes: int = 0) -> None:
         """See :meth:`Protection.provision`; pools come from the disk or the worker, and are verified."""
-        super().provision(weights, probes=probes, progress=progress)
+        super().provision(weights, probes=probes)
         begin = time.perf_counter()
         cache = PoolCache(self.options.pool_directory)
         stream = self.key.stream("pool")
@@ -77,8 +75,7 @@ class Lpn(RingProtection):
             bank = Bank(Source(weight, matrix, parameters, self._tools), self.options.bank_rows)
             self._banks[linear.weight_id] = bank
             done += 4 * parameters.k * linear.d_out
-            if progress is not None:
-                progress("pools", done, total)
+            self.progress("pools", done, total)
         self._order = list(self._banks.values())
         log.info(
             "pools: %d MB in %.1f s, %d of %d from disk", total // 1_000_000, time.perf_counter() - begin,

@@ -10,8 +10,8 @@ The quota bounds the mean of the 64 hypergeometric counts by Chernoff's inequali
 them as for the binomial (W. Hoeffding, J. Am. Stat. Assoc. 58(301), 1963, theorem 4).
 
 Draws: a position is ⌊word·bound / 2³²⌋, the words that would bias it rejected (D. Lemire, ACM Trans.
-Model. Comput. Simul. 29(1), 2019), and drawn again if the row has it already, which is found by
-comparing with all of the row's positions. How many words are rejected says nothing of the set that
+Model. Comput. Simul. 29(1), 2019), and drawn again if the row has it already, which is found in
+a map of one bit for each. How many words are rejected says nothing of the set that
 results. Positions are uniform and not one per regular block: block structure is what algebraic
 attacks use (P. Briaud and M. Øygarden, EUROCRYPT 2023). Values are uniform odd words and not ±1:
 with small values, a lattice attack at small d would see a short vector. An odd value never
@@ -26,15 +26,20 @@ from typing import Any, Final
 
 import numba
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from tee_runner.protection.lpn.layout import LANES, TILE_ROWS, pages, rows_per_page
+from tee_runner.protection.lpn.layout import LANES, PAGE, TILE_ROWS, pages, rows_per_page
 from tee_runner.protection.rng import SecretStream
+from tee_runner.simd import I32, I64, INTEGERS, POINTER
 
 UInt32 = NDArray[np.uint32]
 
 # Slots that a group can have: its scratch is one page of places and one of values.
-MAX_QUOTA: Final = 1023
+MAX_QUOTA: Final = 1024
 # A batch is swept more than once with probability at most 2 to the minus this.
 _REPEAT_BITS: Final = 7
 
@@ -98,10 +103,11 @@ class SlotDraw:
         self.positions: UInt32 = np.zeros((TILE_ROWS, plan.w), dtype=np.uint32)
         self.values: UInt32 = np.zeros((TILE_ROWS, plan.w), dtype=np.uint32)
         self._words: UInt32 = np.zeros(_expected_words(plan), dtype=np.uint32)
+        self._known: NDArray[np.uint64] = pages((-(-plan.bound // (8 * PAGE)), PAGE // 8), np.uint64)
         self._groups: UInt32 = np.zeros(entries, dtype=np.uint32)
         self._places: UInt32 = np.zeros(entries, dtype=np.uint32)
         # Two pages: places and values of the group that is being laid out.
-        self._page: UInt32 = pages((2, MAX_QUOTA + 1), np.uint32)
+        self._page: UInt32 = pages((2, MAX_QUOTA), np.uint32)
 
     def draw(self, stream: SecretStream) -> None:
         """Fresh positions and values."""
@@ -114,7 +120,7 @@ class SlotDraw:
             row = 0
             while row < TILE_ROWS:
                 stream.fill(self._words)
-                row = _draw_positions(self._words, plan.bound, self.positions, row)
+                row = _draw_positions(self._words, plan.bound, self.positions, self._known, row)
         _describe(self.positions, plan.group, plan.row_shift, self._groups, self._places)
 
     def lay_out(self, sweep: int, places: UInt32, values: UInt32) -> int:
@@ -127,7 +133,9 @@ class SlotDraw:
 
     def wipe(self) -> None:
         """Overwrite the secrets."""
-        for array in (self.positions, self.values, self._words, self._groups, self._places, self._page):
+        for array in (
+            self.positions, self.values, self._words, self._known, self._groups, self._places, self._page
+        ):  # fmt: skip
             array.fill(0)
 
 
@@ -139,25 +147,37 @@ def _expected_words(plan: SlotPlan) -> int:
 
 
 @numba.njit(nogil=True, cache=True)
-def _draw_positions(words: Any, bound: int, positions: Any, row: int) -> int:
-    """Rows ``row`` and following of distinct positions; returns the first row the words did not do for."""
+def _draw_positions(words: Any, bound: int, positions: Any, known: Any, row: int) -> int:
+    """Rows ``row`` and following of distinct positions; returns the first row the words did not do for.
+
+    ``known`` ``(pages, 512)`` uint64 has a bit for each position; of all its pages one word is read and
+    written for each draw.
+    """
     wide = np.uint64(bound)
     least = np.uint64((1 << 32) % bound)
     used = 0
     while row < positions.shape[0]:
-        own = positions[row]
         count = 0
-        while count < own.shape[0]:
+        for page in range(known.shape[0]):
+            known[page] = np.uint64(0)
+        while count < positions.shape[1]:
             if used == words.shape[0]:
                 return row
             product = np.uint64(words[used]) * wide
             used += 1
             position = np.uint32(product >> np.uint64(32))
-            known = np.uint32(0)
-            for i in range(count):
-                known |= np.uint32(own[i] == position)
-            if known == 0 and (product & np.uint64(0xFFFFFFFF)) >= least:
-                own[count] = position
+            place = np.int64(position) >> 6 & 511
+            fair = (product & np.uint64(0xFFFFFFFF)) >= least
+            fresh = False
+            for page in range(known.shape[0]):
+                own = np.uint64(fair and page == np.int64(position) >> 15) << np.uint64(
+                    position & np.uint32(63)
+                )
+                before = known[page, place]
+                known[page, place] = before | own
+                fresh |= (own & ~before) != np.uint64(0)
+            if fresh:
+                positions[row, count] = position
                 count += 1
         row += 1
     return row
@@ -179,30 +199,84 @@ def _describe(positions: Any, group: int, row_shift: int, groups: Any, places: A
             places[row * w + i] = (position & mask) << np.uint32(row_shift) | tile
 
 
+def _vector(builder: Any, address: Any) -> Any:
+    loaded = builder.load(builder.inttoptr(address, POINTER), typ=INTEGERS)
+    loaded.align = 4
+    return loaded
+
+
+@intrinsic
+def _members(typing_context: Any, groups: Any, group: Any) -> Any:
+    """Which of the 16 words at ``groups`` are ``group``, as bits."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        undefined = ir.Constant(INTEGERS, ir.Undefined)
+        first = builder.insert_element(undefined, builder.trunc(arguments[1], I32), I32(0))
+        wanted = builder.shuffle_vector(first, undefined, ir.Constant(INTEGERS, [0] * LANES))
+        equal = builder.icmp_unsigned("==", _vector(builder, arguments[0]), wanted)
+        return builder.zext(builder.bitcast(equal, ir.IntType(LANES)), I64)
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def _gather_members(typing_context: Any, source: Any, members: Any, target: Any) -> Any:
+    """Those of the 16 words at ``source`` that ``members`` names, one after the other, to ``target``."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source, members, target = arguments
+        bits = ir.VectorType(ir.IntType(1), LANES)
+        mask = builder.bitcast(builder.trunc(members, ir.IntType(LANES)), bits)
+        kind = ir.FunctionType(ir.VoidType(), [INTEGERS, POINTER, bits])
+        name = f"llvm.masked.compressstore.v{LANES}i32"
+        store = cgutils.get_or_insert_function(builder.module, kind, name)
+        builder.call(store, [_vector(builder, source), builder.inttoptr(target, POINTER), mask])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@numba.njit(nogil=True, cache=True)
+def _count(bits: int) -> int:
+    """Ones among 16 bits."""
+    bits -= bits >> 1 & 0x5555
+    bits = (bits & 0x3333) + (bits >> 2 & 0x3333)
+    bits = bits + (bits >> 4) & 0x0F0F
+    return bits + (bits >> 8) & 0x1F
+
+
 @numba.njit(nogil=True, cache=True)
 def _lay_out(
     groups: Any, places: Any, values: Any, skipped: int, page: Any, slot_places: Any, slot_values: Any
 ) -> int:
     """Slots ``(groups, quota)``, without the first ``skipped`` entries of each group.
 
-    Every entry is looked at for every group, and written to the page whether it belongs there or
-    not. Returns the entries of the fullest group.
+    All entries are looked at for every group, 16 at a time, and all that is written goes to ``page``
+    and from there to the slots in order. Returns the entries of the fullest group.
     """
     count, quota_ = slot_places.shape
     most = 0
     for g in range(count):
         # Slots without an entry add 0 to the tile's rows in turn, so that no sum waits for the last.
-        for s in range(quota_ + 1):
+        for s in range(quota_):
             page[0, s] = np.uint32(s & 63) << np.uint32(22)
             page[1, s] = np.uint32(0)
-        seen, filled = -skipped, 0
-        for i in range(groups.shape[0]):
-            mine = np.int64(groups[i] == g)
-            taken = mine & np.int64(seen >= 0) & np.int64(filled < quota_)
-            page[0, filled] = places[i]
-            page[1, filled] = values[i] * np.uint32(taken)
-            filled += taken
-            seen += mine
+        seen = -skipped
+        for first in range(0, groups.shape[0], LANES):
+            members = _members(groups.ctypes.data + 4 * first, g)
+            following = seen + _count(members)
+            if seen >= 0 and following <= quota_:
+                _gather_members(places.ctypes.data + 4 * first, members, page.ctypes.data + 4 * seen)
+                _gather_members(values.ctypes.data + 4 * first, members, page[1].ctypes.data + 4 * seen)
+            else:  # only where a group exceeds its quota
+                place = seen
+                for lane in range(LANES):
+                    if members >> lane & 1:
+                        if 0 <= place < quota_:
+                            page[0, place] = places[first + lane]
+                            page[1, place] = values[first + lane]
+                        place += 1
+            seen = following
         for s in range(quota_):
             slot_places[g, s] = page[0, s]
             slot_values[g, s] = page[1, s]

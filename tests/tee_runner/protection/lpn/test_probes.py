@@ -231,8 +231,7 @@ def test_too_many_probes_are_refused() -> None:
 
 
 def test_a_bank_s_rows_are_made_for_the_options() -> None:
+    options = LpnOptions(bank_rows=100)
+    protection = Lpn(transport_for(WEIGHT), options=options, chosen=[small_parameters(D_IN, 40)])
     with pytest.raises(ValueError, match="multiple of 64"):
-        protection = Lpn(
-            transport_for(WEIGHT), options=LpnOptions(bank_rows=100), chosen=[small_parameters(D_IN, 40)]
-        )
         protection.provision([linear_of(WEIGHT)])

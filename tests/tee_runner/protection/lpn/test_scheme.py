@@ -155,7 +155,7 @@ def test_sequences_and_prompts_share_a_pass() -> None:
 
 
 def test_a_pass_leaves_no_activations() -> None:
-    transport, protection = opened(Lpn)
+    _, protection = opened(Lpn)
     rows = np.ones((5, 40), np.float32)
     passes(protection, [(0, rows)])
     assert not protection._x.any()
@@ -194,9 +194,8 @@ def test_the_next_session_finds_weights_and_pools_ready() -> None:
 def test_progress_is_shown() -> None:
     seen: list[tuple[str, int, int]] = []
     protection = Lpn(transport_for(*WEIGHTS), chosen=CHOSEN)
-    protection.provision(
-        [linear_of(w, i) for i, w in enumerate(WEIGHTS)], progress=lambda *step: seen.append(step)
-    )
+    protection.progress = lambda *step: seen.append(step)
+    protection.provision([linear_of(w, i) for i, w in enumerate(WEIGHTS)])
     total = 4 * (100 * 60 + 64 * 21 + 100 * 33)
     assert seen[-1] == ("pools", total, total)
     assert [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)

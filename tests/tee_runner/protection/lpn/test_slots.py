@@ -131,8 +131,9 @@ def test_pairs_of_positions_are_independent() -> None:
 def test_a_biased_word_is_rejected() -> None:
     positions = np.zeros((1, 1), np.uint32)
     # For bound 3, 2^32 mod 3 = 1 product in low words must go: that of word 0.
-    assert module._draw_positions(np.array([0], np.uint32), 3, positions, 0) == 0
-    assert module._draw_positions(np.array([0, 0xFFFFFFFF], np.uint32), 3, positions, 0) == 1
+    known = np.zeros((1, 512), np.uint64)
+    assert module._draw_positions(np.array([0], np.uint32), 3, positions, known, 0) == 0
+    assert module._draw_positions(np.array([0, 0xFFFFFFFF], np.uint32), 3, positions, known, 0) == 1
     assert positions[0, 0] == 2
 
 
@@ -143,35 +144,67 @@ def test_a_drawer_runs_on_when_words_run_out() -> None:
     assert all(len(set(row.tolist())) == 39 for row in draw.positions)
 
 
+def test_positions_of_very_long_rows() -> None:
+    plan = SlotPlan.of(70000, 300, 1)
+    draw = drawn(plan)
+    assert draw._known.shape == (3, 512)
+    assert all(len(set(row.tolist())) == 300 for row in draw.positions)
+    assert draw.positions.max() > 69900
+    assert draw.positions.min() < 100
+
+
 def test_wiping_leaves_nothing() -> None:
     draw = drawn(SlotPlan.of(100, 10, 4))
     laid_out(draw)
     draw.wipe()
-    for array in (draw.positions, draw.values, draw._words, draw._groups, draw._places, draw._page):
+    for array in (draw.positions, draw.values, draw._words, draw._known, draw._page):
         assert not array.any()
 
 
-def test_every_entry_is_looked_at_for_every_group() -> None:
-    """The layout's writes go to one page each for places and values, whatever the secret."""
+def trace_of_layout(key: int) -> list[tuple[str, int]]:
+    """What the source of :func:`_lay_out` reads and writes through addresses: array, and place or page."""
     plan = SlotPlan.of(300, 12, 4)
-    draw = drawn(plan)
+    draw = drawn(plan, key)
+    bases = {"groups": draw._groups, "places": draw._places, "values": draw.values, "page": draw._page}
+    trace = []
+
+    def where(address: int) -> tuple[str, int]:
+        for name, array in bases.items():
+            offset = address - array.ctypes.data
+            if 0 <= offset < array.nbytes:
+                return name, offset // PAGE if name == "page" else offset
+        raise AssertionError("an access outside all arrays")
+
+    def members(groups: int, group: int) -> int:
+        trace.append(where(groups))
+        first = where(groups)[1] // 4
+        return sum(int(draw._groups[first + lane] == group) << lane for lane in range(LANES))
+
+    def gather(source: int, members: int, target: int) -> None:
+        trace.extend((where(source), where(target)))
+
+    slots = np.empty((plan.groups, plan.quota), np.uint32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_members", members)
+        patch.setattr(module, "_gather_members", gather)
+        patch.setattr(module, "_count", module._count.py_func)
+        module._lay_out.py_func(
+            draw._groups, draw._places, draw.values.reshape(-1), 0, draw._page, slots, np.empty_like(slots)
+        )
     assert draw._page.ctypes.data % PAGE == 0
     assert draw._page[0].nbytes == PAGE
+    return trace
 
-    class Counting(np.ndarray):
-        reads = 0
 
-        def __getitem__(self, index):  # type: ignore[no-untyped-def]
-            Counting.reads += 1
-            return super().__getitem__(index)
+def test_laying_out_takes_the_same_steps_for_every_secret() -> None:
+    one, two = trace_of_layout(1), trace_of_layout(2)
+    assert one == two
+    plan = SlotPlan.of(300, 12, 4)
+    assert len(one) == 5 * plan.groups * TILE_ROWS * plan.w // LANES
 
-    groups = draw._groups.view(Counting)
-    places = np.empty((plan.groups, plan.quota), np.uint32)
-    with np.errstate(over="ignore"):
-        module._lay_out.py_func(
-            groups, draw._places, draw.values.reshape(-1), 0, draw._page, places, np.empty_like(places)
-        )
-    assert Counting.reads == plan.groups * TILE_ROWS * plan.w
+
+def test_bits_are_counted() -> None:
+    assert all(module._count(bits) == bits.bit_count() for bits in [*range(300), *range(65000, 65536)])
 
 
 def test_a_dense_secret_needs_no_spare_slots() -> None:
