@@ -29,7 +29,16 @@ from tee_runner.decoder.forward import RaggedBatch
 from tee_runner.decoder.weights import DecoderWeights
 from tee_runner.engine.runtime import Runtime, RuntimeOptions
 from tee_runner.models import LoadedModel
-from tee_runner.protection.base import Float32, ForwardSession, Linear, MaskOptions, Protection
+from tee_runner.protection.base import (
+    HALF_BYTES,
+    Float32,
+    ForwardSession,
+    Linear,
+    MaskOptions,
+    Protection,
+    SchemeOptions,
+)
+from tee_runner.protection.plain import Plain
 from tee_runner.protection.rng import SecretKey
 from tee_runner.protection.schemes import SCHEMES
 from tee_runner.worker.transport import Transport
@@ -65,7 +74,7 @@ def capture(
     """Run ``corpus`` under ``condition``: what the worker saw, one capture per run, and the secrets.
 
     ``places`` are recorded (default: :meth:`Condition.places`), with ``results`` the products too.
-    ``known``: :func:`weight_places` of the model, if it was made before.
+    ``known``: :func:`weight_places` of the model with weights of float16, if it was made before.
     ``seed`` fixes the secrets of the scheme, so that a rerun gives the same captures. A ``worker`` that
     runs already saves its start and the upload of weights. ``progress`` takes the fraction done.
 
@@ -86,10 +95,9 @@ def capture(
         corpus = corpus.with_batch(*condition.batches)
     if places is None:
         places = condition.places(model.config.num_layers, corpus.name)
-    known = known or weight_places(model.weights)
+    if known is None or condition.base.operand_item_bytes != HALF_BYTES:
+        known = weight_places(model.weights, condition.base)
     named = {digest: place for digest, place in known.items() if place in set(places)}
-    worker.record(list(named), results=results)
-    before = set(worker.sessions())
     observer = _Observer(wanted=frozenset(places), passes_end=not corpus.steps)
     key = hashlib.sha256(f"attacks/{condition.name}/{corpus.name}/{seed}".encode()).digest()
     scheme = condition.protection(lambda base: _observed(base, key, observer))
@@ -97,6 +105,14 @@ def capture(
     numbers = _numbers(corpus.runs)
     prompts = []
     try:
+        if scheme.provision_rows:
+            # What is made with the worker's help once per model is no secret and no part of a pass: a
+            # second session finds it made.
+            worker.record([], results=False)
+            runtime.connect()
+            runtime.disconnect()
+        worker.record(list(named), results=results)
+        before = set(worker.sessions())
         runtime.connect()
         for done, (number, run) in enumerate(zip(numbers, corpus.runs, strict=True)):
             observer.start()
@@ -163,11 +179,14 @@ def build_captures(
     return captures
 
 
-def weight_places(weights: DecoderWeights) -> dict[str, Place]:
-    """Layer and op of every public weight, by the SHA-256 (hexadecimal) under which the worker knows it."""
+def weight_places(weights: DecoderWeights, scheme: type[Protection] = Plain) -> dict[str, Place]:
+    """Layer and op of every public weight, by the SHA-256 (hexadecimal) under which the worker knows it.
+
+    ``scheme`` says how the worker gets them: as float16, or as integers.
+    """
     places: dict[str, Place] = {}
     for index, spec in enumerate(weights.linears()):
-        values = np.ascontiguousarray(spec.load())
+        values = np.ascontiguousarray(scheme.wire_weight(spec.load(), SchemeOptions()))
         place = _place(index, 4 * len(weights.layers))
         places[hashlib.sha256(values.view(np.uint8).data).hexdigest()] = place
     return places

@@ -123,6 +123,7 @@ def _paper(name: str, title: str, options: MixOptions, *, skip: bool = False) ->
 
 for _condition in (
     Condition(name="c0", title="Plain", scheme="plain", corpora=_ALL, is_control=True),
+    Condition(name="c0-int8", title="Plain, quantised", scheme="plain-int8", corpora=_ALL, is_control=True),
     Condition(
         name="c1", title="Haar mask, no shield", scheme=mixed("haar, no shield", MixOptions()), corpora=_ALL
     ),
@@ -138,6 +139,7 @@ for _condition in (
         batches=(8,),
     ),
     Condition(name="c6", title="GELO, Haar, LM head only", scheme="gelo-haar", ops=("lm_head",)),
+    Condition(name="c7", title="LPN-blinded", scheme="lpn", corpora=_ALL),
     Condition(
         name="c2-offload", title="GELO, Haar, a mask per offload", scheme="gelo-haar", masks=_PER_OFFLOAD
     ),

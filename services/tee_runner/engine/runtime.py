@@ -154,7 +154,7 @@ class Runtime:
             if isinstance(error, IntegrityError):
                 self.integrity_failures += 1
                 log.error("integrity check failed: %s", error.message)
-            self._disconnect()
+            self.disconnect()
             raise
 
     def operand_rows(self, counts: Sequence[int]) -> int:
@@ -186,10 +186,11 @@ class Runtime:
 
     def close(self) -> None:
         """End the session and the channel."""
-        self._disconnect()
+        self.disconnect()
         self._client.close()
 
-    def _disconnect(self) -> None:
+    def disconnect(self) -> None:
+        """End the worker session, if there is one. The next pass opens another."""
         protection, self._protection = self._protection, None
         if protection is not None:
             _add(self._finished, protection.transport.stats)

@@ -26,6 +26,7 @@ Progress = Callable[[str, int, int], None]
 # Largest magnitude an operand may reach in f16, a factor 8 below its maximum (65504): room
 # for the tail of the bound's estimate.
 OPERAND_LIMIT = 8192.0
+HALF_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +101,7 @@ class Protection(ABC):
     # One sentence for people who start the service; empty when there is nothing to warn of.
     warning: ClassVar[str] = ""
     # Bytes of an operand's element on the wire.
-    operand_item_bytes: ClassVar[int] = 2
+    operand_item_bytes: ClassVar[int] = HALF_BYTES
     # Whether results are sums of rounded products, which are checked up to a tolerance.
     rounded_results: ClassVar[bool] = True
     # Rows of an offload that provisioning needs, which the buffers must hold too.
