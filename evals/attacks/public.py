@@ -216,8 +216,11 @@ class PublicModel:
         that of C rows, whatever the length of the prefix, up to the deepest place ``wanted``.
 
         Raises:
-            ValueError: the prefix holds fewer layers than ``wanted`` needs, or is full.
+            ValueError: the prefix holds fewer layers than ``wanted`` needs, or is full; or the
+                model's layers differ from one another (this step has its own forward pass).
         """
+        if self.config.layers:
+            raise ValueError(f"candidates of {self.config.family} models are not computed in steps")
         deepest = max(self._order(place) for place in wanted)
         depth = min(deepest // 4 + 1, self.config.num_layers)
         if prefix.tokens and len(prefix.keys) < depth:
