@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from evals.attacks.model import HEAD_LAYER
 from evals.attacks.public import Place, PublicModel
+from tee_runner.errors import UnsupportedModelError
 from tests.evals.tiny import LAYERS, OPS, VOCAB, tiny_model
 
 EVERYWHERE: set[Place] = {(layer, op) for layer in range(LAYERS) for op in OPS} | {(HEAD_LAYER, "lm_head")}
@@ -75,3 +78,11 @@ def test_a_full_context_is_refused() -> None:
     model = KINDS["plain"]
     with pytest.raises(ValueError, match="fills the context of 128"):
         model.step(model.prefix([1] * 128), np.array([3]), {(0, "qkv")})
+
+
+def test_a_model_whose_layers_differ_is_refused() -> None:
+    model = KINDS["plain"]
+    layers = tuple(model.config.layer(index) for index in range(LAYERS))
+    other = PublicModel(replace(model.config, layers=layers), model.weights)
+    with pytest.raises(UnsupportedModelError, match="not alike"):
+        other.step(other.prefix([]), np.arange(3), EVERYWHERE)
