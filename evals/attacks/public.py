@@ -19,7 +19,6 @@ from tee_runner.decoder.kernels import rms_norm
 from tee_runner.decoder.kv_cache import KvCache
 from tee_runner.decoder.rope import rope_tables
 from tee_runner.decoder.weights import DecoderWeights, LayerWeights, LinearSpec
-from tee_runner.errors import UnsupportedModelError
 from tee_runner.protection.base import Float32, ForwardSession, Linear
 
 _OPS: tuple[Op, ...] = ("qkv", "o", "gate_up", "down")
@@ -261,11 +260,6 @@ class PublicModel:
 
     def _step(self, prefix: Prefix, tokens: NDArray[np.int64], wanted: set[Place], deepest: int) -> Step:
         config, weights = self.config, self._float_weights
-        if config.layers:
-            raise UnsupportedModelError(
-                f"Attacks cannot step through {config.family}: its layers are not alike.",
-                remedy="Attack a Llama, Mistral, Qwen2 or Qwen3 model.",
-            )
         epsilon = np.float32(config.rms_norm_eps)
         rows = self.embedding[tokens]
         normed = np.empty_like(rows)
