@@ -112,7 +112,7 @@ class WorkerClient:
             total = sum(w.d_in * w.d_out * 2 for w in wanted)
             sent = 0
             for weight in wanted:
-                self._stub.UploadWeight(_upload(weight), timeout=self._timeout * 10)
+                self._stub.UploadWeight(upload_requests(weight), timeout=self._timeout * 10)
                 sent += weight.d_in * weight.d_out * 2
                 if progress is not None:
                     progress("upload to the worker", sent, total)
@@ -165,7 +165,8 @@ class WorkerClient:
         self._channel.close()
 
 
-def _upload(weight: RemoteWeight) -> Iterator[worker_pb2.UploadWeightRequest]:
+def upload_requests(weight: RemoteWeight) -> Iterator[worker_pb2.UploadWeightRequest]:
+    """The messages that carry ``weight``, read from disk when the first chunk is asked for."""
     yield worker_pb2.UploadWeightRequest(weight=weight.reference())
     data = np.ascontiguousarray(weight.load()).reshape(-1).view(np.uint8).data
     for offset in range(0, len(data), _CHUNK_BYTES):
