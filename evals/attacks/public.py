@@ -19,7 +19,6 @@ from tee_runner.decoder.kernels import rms_norm
 from tee_runner.decoder.kv_cache import KvCache
 from tee_runner.decoder.rope import rope_tables
 from tee_runner.decoder.weights import DecoderWeights, LayerWeights, LinearSpec
-from tee_runner.errors import UnsupportedModelError
 from tee_runner.protection.base import Float32, ForwardSession, Linear
 
 _OPS: tuple[Op, ...] = ("qkv", "o", "gate_up", "down")
@@ -229,7 +228,8 @@ class PublicModel:
         that of C rows, whatever the length of the prefix, up to the deepest place ``wanted``.
 
         Raises:
-            ValueError: the prefix holds fewer layers than ``wanted`` needs, or is full.
+            ValueError: the prefix holds fewer layers than ``wanted`` needs, or is full; or the
+                model's layers differ from one another (this step has its own forward pass).
         """
         return self.steps([prefix], [tokens], wanted)[0]
 
@@ -241,6 +241,8 @@ class PublicModel:
         Raises:
             ValueError: a prefix holds fewer layers than ``wanted`` needs, or is full.
         """
+        if self.config.layers:
+            raise ValueError(f"candidates of {self.config.family} models are not computed in steps")
         deepest = max(self._order(place) for place in wanted)
         depth = min(deepest // 4 + 1, self.config.num_layers)
         for prefix in prefixes:
@@ -296,11 +298,6 @@ class PublicModel:
     ) -> tuple[dict[Place, Float32], list[Float32], list[Float32]]:  # fmt: skip
         """Rows by place, keys and values by layer, of ``tokens``; ``groups`` says which follow what."""
         config, weights = self.config, self._float_weights
-        if config.layers:
-            raise UnsupportedModelError(
-                f"Attacks cannot step through {config.family}: its layers are not alike.",
-                remedy="Attack a Llama, Mistral, Qwen2 or Qwen3 model.",
-            )
         epsilon = np.float32(config.rms_norm_eps)
         rows = self.embedding[tokens]
         normed = np.empty_like(rows)

@@ -24,8 +24,10 @@ def pull(
 ) -> None:
     """Fetch a model into the cache."""
     with reported_errors():
-        from tee_runner.models import resolve_model
+        from tee_runner.models import KNOWN_MODELS, resolve_model
 
+        if (known := KNOWN_MODELS.get(name)) is not None and known.license:
+            err.print(f"{name}: license {known.license}", highlight=False)
         with progress_bars() as progress:
             directory = resolve_model(name, revision=revision, progress=progress)
     err.print(f"[green]ready[/] {directory}", highlight=False)
@@ -38,7 +40,7 @@ def import_(
     output: Annotated[Path | None, typer.Option(help="Write here instead of the cache.")] = None,
     dtype: Annotated[str, typer.Option(help="float16 or float32.")] = "float16",
 ) -> None:
-    """Convert a GGUF file (llama, qwen3) into a directory in Hugging Face layout."""
+    """Convert a GGUF file (llama, qwen3, gemma3) into a directory in Hugging Face layout."""
     with reported_errors():
         from tee_runner.models import import_gguf
         from tee_runner.models.registry import cache_directory
@@ -64,20 +66,34 @@ def _dtype(name: str) -> Literal["float16", "float32"]:
 def list_(
     identities: Annotated[bool, typer.Option(help="Hash cached models to show their identity.")] = False,
 ) -> None:
-    """Known and cached models."""
+    """Known and cached models, and what serving each takes of the runner's memory.
+
+    Memory is for the default settings of `gelo serve`; the KV cache is part of it.
+    """
     with reported_errors():
+        from tee_runner.engine.capacity import gigabytes, memory_plan
+        from tee_runner.engine.runtime import RuntimeOptions
         from tee_runner.models import list_models
 
         listings = list_models(identities=identities)
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("name", "family", "parameters", "size", "state"):
-        table.add_column(column)
+        options = RuntimeOptions(worker="")
+        plans = [memory_plan(entry.config, options) for entry in listings]
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for column in ("name", "family", "params", "size", "memory", "KV cache", "state"):
+        table.add_column(column, no_wrap=True)
     if identities:
         table.add_column("identity", overflow="fold")
-    for entry in listings:
-        size = "" if entry.size_bytes is None else f"{entry.size_bytes / 1e6:.0f} MB"
-        state = "not pulled" if entry.path is None else "ready"
-        row = [entry.name, entry.family, f"{entry.parameters / 1e6:.0f} M", size, state]
+    for entry, plan in zip(listings, plans, strict=True):
+        size = entry.parameters * 2 if entry.size_bytes is None else entry.size_bytes
+        row = [
+            entry.name,
+            entry.family,
+            f"{entry.parameters / 1e6:.0f} M",
+            gigabytes(size),
+            gigabytes(plan.total),
+            gigabytes(plan.parts["KV cache"]),
+            entry.availability,
+        ]
         if identities:
             row.append("" if entry.identity is None else entry.identity.hex())
         table.add_row(*row)

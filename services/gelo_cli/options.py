@@ -73,6 +73,12 @@ class LpnWeightsChoice(StrEnum):
 ModelOption = Annotated[
     str, typer.Option("--model", "-m", help="A name `gelo models list` shows, a directory, or a hub id.")
 ]
+PresetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--preset", help="Refuse a model whose configuration is not the published one of this name."
+    ),
+]
 ProtectionOption = Annotated[
     ProtectionChoice, typer.Option("--protection", "-p", help="How operands are hidden from the worker.")
 ]

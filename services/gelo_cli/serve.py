@@ -24,6 +24,7 @@ from gelo_cli.options import (
     MaxLenOption,
     ModelOption,
     ObliviousOption,
+    PresetOption,
     ProtectionChoice,
     ProtectionOption,
     ReadyOption,
@@ -35,11 +36,14 @@ from tee_runner.protection.lpn.options import DEFAULT_MEMORY
 
 if TYPE_CHECKING:
     from attestation.providers.select import EvidenceKind
+    from tee_runner.engine.runtime import RuntimeOptions
+    from tee_runner.models import ModelHeader
 
 
 def serve(
     worker: Annotated[str, typer.Option(help="host:port of the worker.")] = "127.0.0.1:7070",
     model: ModelOption = "smollm2-135m-instruct",
+    preset: PresetOption = None,
     protection: ProtectionOption = ProtectionChoice.HD3,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0)] = 8443,
@@ -72,7 +76,7 @@ def serve(
         from tee_runner.api.serve import serve as serve_runner
         from tee_runner.engine.runtime import RuntimeOptions
         from tee_runner.hardening import forbid_memory_dumps
-        from tee_runner.models import load_model, resolve_model
+        from tee_runner.models import load_model, read_header, resolve_model
         from tee_runner.protection.base import MaskOptions
         from tee_runner.protection.integrity import DEFAULT_PROBES
         from tee_runner.protection.lpn.options import LpnOptions
@@ -88,9 +92,6 @@ def serve(
             err.print(f"[green]ready[/] {shown}  evidence: {name}", highlight=False)
             report_ready(ready_fd, {"port": listening.port, "metrics_port": listening.metrics_port})
 
-        with progress_bars() as progress:
-            directory = resolve_model(model, progress=progress)
-            loaded = load_model(directory, progress=progress, oblivious_embedding=oblivious_embedding)
         options = RuntimeOptions(
             worker=worker,
             protection=protection.value,
@@ -109,9 +110,31 @@ def serve(
                 pool_directory=lpn_pools,
             ),
         )
+        with progress_bars() as progress:
+            directory = resolve_model(model, progress=progress)
+        check_memory(model, read_header(directory, preset=preset), options)
+        with progress_bars() as progress:
+            loaded = load_model(
+                directory, preset=preset, progress=progress, oblivious_embedding=oblivious_embedding
+            )
         listen = ServeOptions(host=host, port=port, metrics_port=metrics_port)
         with progress_bars() as progress:
             serve_runner(loaded, options, listen, provider=provider, progress=progress, on_ready=ready)
+
+
+def check_memory(model: str, header: ModelHeader, options: RuntimeOptions) -> None:
+    """Print what serving ``model`` will need.
+
+    Raises:
+        CapacityError: this machine does not have it.
+    """
+    from tee_runner.engine.capacity import available_memory, gigabytes, memory_plan, require_memory
+
+    plan = memory_plan(header.config, options, embedding_bytes_per_value=header.embedding_bytes_per_value)
+    available = available_memory()
+    had = "unknown" if available is None else gigabytes(available)
+    require_memory(model, plan, available)
+    err.print(f"memory: {plan.describe()}; available: {had}", highlight=False)
 
 
 def _evidence_kind(choice: EvidenceChoice) -> EvidenceKind:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -75,3 +77,11 @@ def test_a_full_context_is_refused() -> None:
     model = KINDS["plain"]
     with pytest.raises(ValueError, match="fills the context of 128"):
         model.step(model.prefix([1] * 128), np.array([3]), {(0, "qkv")})
+
+
+def test_a_model_whose_layers_differ_is_refused() -> None:
+    model = KINDS["plain"]
+    layers = tuple(model.config.layer(index) for index in range(LAYERS))
+    other = PublicModel(replace(model.config, layers=layers), model.weights)
+    with pytest.raises(ValueError, match="not computed in steps"):
+        other.step(other.prefix([]), np.arange(3), EVERYWHERE)

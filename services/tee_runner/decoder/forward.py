@@ -59,13 +59,14 @@ class _Layer:
     down: Linear
     cosines: Float32
     sines: Float32
+    # Empty where the model has none.
+    q_norm: Float32
+    k_norm: Float32
     v_norm: Float32
     scale: np.float32
-
-    @property
-    def group(self) -> int:
-        """Query heads per key/value head."""
-        return self.shape.num_heads // self.shape.num_kv_heads
+    # Query heads per key/value head; positions a query sees, 0 for all.
+    group: int
+    window: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +141,12 @@ class Decoder:
                     down=bound(layer.down),
                     cosines=cosines,
                     sines=sines,
+                    q_norm=_EMPTY if layer.q_norm is None else layer.q_norm,
+                    k_norm=_EMPTY if layer.k_norm is None else layer.k_norm,
                     v_norm=np.ones(shape.head_dim, dtype=np.float32) if config.value_norm else _EMPTY,
                     scale=np.float32(scale),
+                    group=shape.num_heads // shape.num_kv_heads,
+                    window=shape.window or 0,
                 )
             )
         self._head = bound(weights.lm_head)
@@ -214,17 +219,14 @@ class Decoder:
         key_scales, value_scales = cache.key_scales[index], cache.value_scales[index]
         kernels.qkv_to_cache(
             qkv, queries, keys, values, key_scales, value_scales, step.row_slots, step.positions,
-            layer.cosines, layer.sines,
-            _EMPTY if weights.q_norm is None else weights.q_norm,
-            _EMPTY if weights.k_norm is None else weights.k_norm,
-            layer.v_norm, self._epsilon, layer.scale,
+            layer.cosines, layer.sines, layer.q_norm, layer.k_norm, layer.v_norm, self._epsilon, layer.scale,
         )  # fmt: skip
         attended = self._buffer("attended", n, shape.q_dim)
         attend = attention if step.seen * shape.q_dim < _SERIAL_ATTENTION else attention_parallel
         begin = time.perf_counter_ns()
         attend(
             queries, keys, values, key_scales, value_scales, attended, self._tasks(layer, step),
-            layer.group, shape.head_dim, shape.window or 0, self._softcap,
+            layer.group, shape.head_dim, layer.window, self._softcap,
         )  # fmt: skip
         self._profile.add("attention", time.perf_counter_ns() - begin)
         step.session.linear(layer.o, attended, step.batch.counts, delta)

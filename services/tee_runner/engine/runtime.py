@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from gelo.formats import WeightFormat
 from gelo.slab import SlabSizes
+from tee_runner.decoder.config import DecoderConfig
 from tee_runner.decoder.forward import Decoder, LinearHandles, RaggedBatch
 from tee_runner.decoder.kv_cache import KvCache, KvDtype
 from tee_runner.decoder.weights import LinearSpec
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 # Rows of an LM-head operand that the buffers can hold at least: enough to score in blocks.
 _HEAD_ROWS = 128
 _RECONNECT_WAIT_S = 3.0
+_DEFAULT_MAX_LEN = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,24 @@ class RuntimeOptions:
         return SchemeOptions(masks=self.masks, lpn=self.lpn)
 
 
+def served_length(config: DecoderConfig, options: RuntimeOptions) -> int:
+    """Positions of a sequence."""
+    limit = config.max_position_embeddings
+    return min(options.max_len, limit) if options.max_len else min(limit, _DEFAULT_MAX_LEN)
+
+
+def operand_limits(options: RuntimeOptions) -> tuple[int, int]:
+    """Rows that an operand may have: of a layer's weight, and of the LM head."""
+    rows = scheme(options.protection).operand_rows
+    sequences = [1] * options.max_sequences
+    return rows([options.step_rows, *sequences]), max(_HEAD_ROWS, rows(sequences))
+
+
+def longest_chunk(options: RuntimeOptions) -> int:
+    """Rows that one sequence can have in a pass: no more than an operand has."""
+    return max(operand_limits(options))
+
+
 class Runtime:
     """Runs forward passes. One thread uses it."""
 
@@ -77,8 +97,7 @@ class Runtime:
         self.model = model
         self.options = options
         self.scheme = scheme(options.protection)
-        limit = model.config.max_position_embeddings
-        self.max_len = min(options.max_len, limit) if options.max_len else min(limit, 4096)
+        self.max_len = served_length(model.config, options)
         self._weights, self._linears = _read_weights(model, self.scheme, options, progress)
         # Public data that outlives a session.
         self._store = self.scheme.new_store()
@@ -87,14 +106,13 @@ class Runtime:
         self._decoder = Decoder(
             model.config, model.weights, handles, max_len=self.max_len, profile=self.profile
         )
-        self.max_operand_rows = self.scheme.operand_rows([options.step_rows] + [1] * options.max_sequences)
-        # No pass has more rows of a sequence than an operand has rows.
+        self.max_operand_rows, self.head_rows = operand_limits(options)
         self.cache = KvCache(
             model.config,
             slots=options.max_sequences,
             max_len=self.max_len,
             dtype=options.kv_dtype,
-            longest_chunk=max(self.max_operand_rows, self.head_rows),
+            longest_chunk=longest_chunk(options),
         )
         self._client = WorkerClient(options.worker, timeout=options.worker_timeout)
         self._protection: Protection | None = None
@@ -160,11 +178,6 @@ class Runtime:
     def operand_rows(self, counts: Sequence[int]) -> int:
         """Rows that data rows ``counts`` take on the wire; at most ``max_operand_rows`` a pass."""
         return self.scheme.operand_rows(counts)
-
-    @property
-    def head_rows(self) -> int:
-        """Rows an LM-head operand may have."""
-        return max(_HEAD_ROWS, self.scheme.operand_rows([1] * self.options.max_sequences))
 
     def wire_stats(self) -> WireStats:
         """Totals over all sessions."""

@@ -5,7 +5,7 @@ from tee_runner.models.detokenizer import IncrementalDecoder
 from tee_runner.models.families import parse_config
 from tee_runner.models.gguf_import import import_gguf
 from tee_runner.models.identity import model_identity
-from tee_runner.models.loader import LoadedModel, load_model
+from tee_runner.models.loader import LoadedModel, ModelHeader, load_model, read_header
 from tee_runner.models.progress import Progress
 from tee_runner.models.pull import pull, resolve_model
 from tee_runner.models.registry import DEFAULT_MODEL, KNOWN_MODELS
@@ -16,6 +16,7 @@ __all__ = [
     "KNOWN_MODELS",
     "IncrementalDecoder",
     "LoadedModel",
+    "ModelHeader",
     "ModelListing",
     "Progress",
     "Tokenizer",
@@ -25,5 +26,6 @@ __all__ = [
     "model_identity",
     "parse_config",
     "pull",
+    "read_header",
     "resolve_model",
 ]

@@ -74,6 +74,13 @@ class Checkpoint:
         """The stored bytes of tensor ``name`` (little-endian, row-major), as a view of the map."""
         return self._file(name).raw(name)
 
+    def release(self, name: str) -> None:
+        """Let go of the memory behind tensor ``name``, which stays readable.
+
+        Not for tables that tokens index: what is fetched again would show in the disk's accesses.
+        """
+        self._file(name).release(name)
+
     def _file(self, name: str) -> SafetensorsFile:
         file = self._home.get(name)
         if file is None:

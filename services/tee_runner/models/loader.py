@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tee_runner.decoder.config import DecoderConfig
 from tee_runner.decoder.weights import DecoderWeights
@@ -12,10 +13,12 @@ from tee_runner.models.checkpoint import Checkpoint
 from tee_runner.models.families import parse_config
 from tee_runner.models.identity import compute_identity
 from tee_runner.models.json_file import read_json_object
+from tee_runner.models.multimodal import text_part
 from tee_runner.models.presets import check_preset
 from tee_runner.models.progress import Progress, no_progress
+from tee_runner.models.safetensors_file import DTYPES
 from tee_runner.models.tokenizer import Tokenizer
-from tee_runner.models.weights import load_weights
+from tee_runner.models.weights import EMBEDDING, load_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +31,37 @@ class LoadedModel:
     tokenizer: Tokenizer
     eos_ids: frozenset[int]
     identity: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ModelHeader:
+    """What can be known of a model without reading its weights.
+
+    ``embedding_bytes_per_value`` is that of the embedding as it is stored.
+    """
+
+    config: DecoderConfig
+    embedding_bytes_per_value: int
+
+
+def read_header(directory: Path, *, preset: str | None = None) -> ModelHeader:
+    """Configuration and stored type of the model in ``directory``.
+
+    Raises as :func:`load_model` does, whose checks of values and tokenizer it leaves out.
+    """
+    config = _read_config(directory, preset)[1]
+    entry = text_part(Checkpoint(directory)).entry(EMBEDDING)
+    return ModelHeader(config, DTYPES[entry.dtype].itemsize)
+
+
+def _read_config(directory: Path, preset: str | None) -> tuple[dict[str, Any], DecoderConfig]:
+    if not directory.is_dir():
+        raise ModelError(f"There is no model directory {directory}.")
+    values = read_json_object(directory / "config.json")
+    config = parse_config(values)
+    if preset is not None:
+        check_preset(preset, config)
+    return values, config
 
 
 def load_model(
@@ -43,12 +77,7 @@ def load_model(
     Raises ``ModelError`` for anything missing or malformed and ``UnsupportedModelError`` for what
     the decoder does not implement.
     """
-    if not directory.is_dir():
-        raise ModelError(f"There is no model directory {directory}.")
-    values = read_json_object(directory / "config.json")
-    config = parse_config(values)
-    if preset is not None:
-        check_preset(preset, config)
+    values, config = _read_config(directory, preset)
     tokenizer = Tokenizer(directory)
     if tokenizer.vocab_size > config.vocab_size:
         raise ModelError(

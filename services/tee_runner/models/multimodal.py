@@ -40,6 +40,9 @@ class Tensors(Protocol):
     def raw(self, name: str) -> memoryview:
         """The stored bytes of tensor ``name``."""
 
+    def release(self, name: str) -> None:
+        """Let go of the memory behind tensor ``name``, which stays readable."""
+
 
 class _TextPart:
     """A checkpoint whose text tensors go by the names of a text model; the encoders' are left out."""
@@ -65,6 +68,9 @@ class _TextPart:
 
     def raw(self, name: str) -> memoryview:
         return self._whole.raw(self._names.get(name, name))
+
+    def release(self, name: str) -> None:
+        self._whole.release(self._names.get(name, name))
 
 
 def text_part(checkpoint: Tensors) -> Tensors:

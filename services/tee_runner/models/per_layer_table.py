@@ -31,7 +31,8 @@ Progress = Callable[[int, int], None]
 class PerLayerTable:
     """``vocab`` rows of ``layers`` parts of ``width`` int8, each part with a float32 scale.
 
-    A part's largest magnitude is 127 scales, so an element is off by half a scale at most.
+    A part's largest magnitude is 127 scales, so an element is off by half a scale at most: of 256
+    normal elements, by 0.6 % of their norm in all.
     """
 
     def __init__(

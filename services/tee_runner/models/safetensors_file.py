@@ -133,6 +133,14 @@ class SafetensorsFile:
         count = math.prod(entry.shape)
         return np.frombuffer(self._map, dtype, count=count, offset=entry.offset).reshape(entry.shape)
 
+    def release(self, name: str) -> None:
+        """Let go of the memory behind tensor ``name``: reading it again fetches it from the file."""
+        entry = self.entries[name]
+        start = -(-entry.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (entry.offset + entry.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
+        if length > 0 and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, start, length)
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:

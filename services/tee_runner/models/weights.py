@@ -26,7 +26,7 @@ from tee_runner.models.multimodal import Tensors, text_part
 from tee_runner.models.per_layer_table import PerLayerTable
 from tee_runner.models.progress import Progress, no_progress
 
-_EMBEDDING: Final = "model.embed_tokens.weight"
+EMBEDDING: Final = "model.embed_tokens.weight"
 _FINAL_NORM: Final = "model.norm.weight"
 _HEAD: Final = "lm_head.weight"
 _PLE_TABLE: Final = "model.embed_tokens_per_layer.weight"
@@ -47,7 +47,7 @@ _COMPARE_BYTES: Final = 1 << 24
 def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a checkpoint of ``config`` must hold."""
     hidden = config.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (config.vocab_size, hidden), _FINAL_NORM: (hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden), _FINAL_NORM: (hidden,)}
     if not config.tie_word_embeddings:
         shapes[_HEAD] = (config.vocab_size, hidden)
     if config.per_layer_input_width:
@@ -114,7 +114,7 @@ def load_weights(
     checkpoint = text_part(checkpoint)
     _check_tensors(checkpoint, config)
     layers = tuple(_layer(checkpoint, config, i) for i in range(config.num_layers))
-    head = _EMBEDDING if config.tie_word_embeddings else _HEAD
+    head = EMBEDDING if config.tie_word_embeddings else _HEAD
     return DecoderWeights(
         embed=_embedding(checkpoint, config, oblivious=oblivious),
         layers=layers,
@@ -135,7 +135,7 @@ def _check_tensors(checkpoint: Tensors, config: DecoderConfig) -> None:
             continue
         if (shared := _SHARED_KV.fullmatch(name)) and _reads_other_keys(config, int(shared[1])):
             continue
-        if name == _HEAD and _same_tensor(checkpoint, _HEAD, _EMBEDDING):
+        if name == _HEAD and _same_tensor(checkpoint, _HEAD, EMBEDDING):
             continue  # a tied head, stored twice
         raise UnsupportedModelError(f"The checkpoint holds the unexpected tensor {name!r}.")
 
@@ -211,6 +211,7 @@ def _ple(checkpoint: Tensors, config: DecoderConfig, progress: Progress, *, obli
         progress=lambda done, total: progress("per-layer table", done, total),
         oblivious=oblivious,
     )
+    checkpoint.release(_PLE_TABLE)  # the copy in memory is what tokens index
     projection = _vector(checkpoint, _PLE_PROJECTION)
     projection *= np.float32(config.hidden_size**-0.5)
     return PleWeights(gather=table.gather, projection=projection, norm=_norm(checkpoint, config, _PLE_NORM))
@@ -242,6 +243,8 @@ def _linear(checkpoint: Tensors, name: str, d_in: int, tensors: list[str]) -> Li
             part = checkpoint.array(tensor)
             to_float16(part, name=tensor, out=weight[row : row + len(part)])
             row += len(part)
+            if tensor != EMBEDDING:  # whose rows tokens pick: they must not be fetched one by one
+                checkpoint.release(tensor)
         return weight
 
     return LinearSpec(name=name, d_in=d_in, d_out=d_out, load=load)
@@ -250,7 +253,7 @@ def _linear(checkpoint: Tensors, name: str, d_in: int, tensors: list[str]) -> Li
 def _embedding(
     checkpoint: Tensors, config: DecoderConfig, *, oblivious: bool
 ) -> Callable[[NDArray[np.int64]], Float32]:
-    table = checkpoint.array(_EMBEDDING)
+    table = checkpoint.array(EMBEDDING)
 
     def embed(ids: NDArray[np.int64]) -> Float32:
         if ids.dtype != np.int64 or ids.ndim != 1:

@@ -127,7 +127,7 @@ class WorkerClient:
             total = sum(w.size for w in wanted)
             sent = 0
             for weight in wanted:
-                self._stub.UploadWeight(_upload(weight, _loaded(weight)), timeout=self._timeout * 10)
+                self._stub.UploadWeight(upload_requests(weight), timeout=self._timeout * 10)
                 sent += weight.size
                 if progress is not None:
                     progress("upload to the worker", sent, total)
@@ -188,8 +188,9 @@ def _loaded(weight: RemoteWeight) -> NDArray[Any]:
     return np.ascontiguousarray(values)
 
 
-def _upload(weight: RemoteWeight, values: NDArray[Any]) -> Iterator[worker_pb2.UploadWeightRequest]:
+def upload_requests(weight: RemoteWeight) -> Iterator[worker_pb2.UploadWeightRequest]:
+    """The messages that carry ``weight``, read from disk when the first chunk is asked for."""
     yield worker_pb2.UploadWeightRequest(weight=weight.reference())
-    data = values.reshape(-1).view(np.uint8).data
+    data = _loaded(weight).reshape(-1).view(np.uint8).data
     for offset in range(0, len(data), _CHUNK_BYTES):
         yield worker_pb2.UploadWeightRequest(chunk=bytes(data[offset : offset + _CHUNK_BYTES]))

@@ -40,6 +40,13 @@ def test_each_part_is_off_by_half_a_step_at_most(seed: int, dtype: Any) -> None:
     assert (np.abs(got - wanted) <= steps * (0.5 + 3 * 127 * 2.0**-24)).all()
 
 
+def test_the_error_of_normal_rows_is_the_documented_one() -> None:
+    rows = np.random.default_rng(8).standard_normal((200, 256)).astype(np.float32)
+    table = PerLayerTable(rows, layers=1, name="table")
+    error = table.gather(np.arange(200))[:, 0] / 16 - rows
+    assert 0.0055 < np.linalg.norm(error) / np.linalg.norm(rows) < 0.0075
+
+
 def test_what_int8_holds_exactly_comes_back() -> None:
     generator = np.random.default_rng(1)
     levels = generator.integers(-127, 128, (VOCAB, LAYERS, WIDTH))
