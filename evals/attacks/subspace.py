@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,16 +140,23 @@ def complement(rows: Float32) -> Float32:
     return rest
 
 
-def residuals(candidates: Float32, rows: Float32) -> Float32:
+def residuals(candidates: Float32, rows: Float32, rest: Float32 | None = None) -> Float32:
     """‖c − BᵀBc‖ / ‖c‖ of every candidate ``(N, d)`` to a basis B ``(r, d)``: ``(N,)`` float32.
 
-    A zero candidate has residual 1: it says nothing.
+    A zero candidate has residual 1: it says nothing. ``rest``: :func:`outside` of B, if it was made before.
     """
-    only: Float32 = residuals_many(candidates, [rows])[0]
+    only: Float32 = residuals_many(candidates, [rows], [rest])[0]
     return only
 
 
-def residuals_many(candidates: Float32, bases: Sequence[Float32]) -> Float32:
+def outside(rows: Float32) -> Float32 | None:
+    """The complement of a basis ``(r, d)`` if it is smaller; None if not."""
+    return complement(rows) if 2 * len(rows) > rows.shape[1] else None
+
+
+def residuals_many(
+    candidates: Float32, bases: Sequence[Float32], rests: Sequence[Float32 | None] = ()
+) -> Float32:
     """:func:`residuals` to each of M bases: ``(M, N)`` float32.
 
     Exact to float32 rounding: to the orthogonal complement where that is smaller, and where
@@ -156,9 +164,8 @@ def residuals_many(candidates: Float32, bases: Sequence[Float32]) -> Float32:
     """
     candidates = np.asarray(candidates, dtype=np.float32)
     out = np.empty((len(bases), len(candidates)), dtype=np.float32)
-    d = candidates.shape[1]
-    small = [complement(b) if 2 * len(b) > d else b for b in bases]
-    outside = [2 * len(b) > d for b in bases]
+    known = [rest if rest is not None else outside(b) for b, rest in zip_longest(bases, rests)]
+    small = [b if rest is None else rest for b, rest in zip(bases, known, strict=True)]
     groups = [(g, np.concatenate([small[m] for m in g])) for g in _groups([len(b) for b in small])]
     for start in range(0, len(candidates), _CANDIDATE_CHUNK):
         chunk = candidates[start : start + _CANDIDATE_CHUNK]
@@ -171,7 +178,7 @@ def residuals_many(candidates: Float32, bases: Sequence[Float32]) -> Float32:
                 own = products[:, place : place + len(small[m])]
                 place += len(small[m])
                 squares: Float32 = np.einsum("nr,nr->n", own, own) / divisors
-                if not outside[m]:
+                if known[m] is None:
                     squares = _without_cancellation(chunk, own, small[m], squares, divisors)
                 out[m, start : start + len(chunk)] = np.where(norms > 0.0, np.sqrt(squares), 1.0)
     return out

@@ -18,6 +18,7 @@ from evals.attacks.model import HEAD_LAYER, Capture, Op, View
 from evals.attacks.public import Place, Prefix, PublicModel, Step
 from evals.attacks.subspace import (
     basis,
+    outside,
     random_basis,
     residuals,
     residuals_many,
@@ -49,6 +50,7 @@ class Evidence:
     def __init__(self, capture: Capture, parameters: Mapping[str, int | float | str]) -> None:
         self._operands = {(o.forward, (o.layer, o.op)): o.operand for o in capture.offloads}
         self._bases: dict[tuple[int, Place], Float32 | None] = {}
+        self._outside: dict[tuple[int, Place], Float32 | None] = {}
         self._limits: dict[tuple[int, Place], float] = {}
         self._vocabulary: dict[int, Float32] = {}
         self._shields = _number(parameters, "shield_rows", 0.0)
@@ -61,10 +63,15 @@ class Evidence:
         """Passes captured."""
         return 1 + max((forward for forward, _ in self._operands), default=-1)
 
-    def places(self, forward: int) -> list[Place]:
-        """Where candidates can be told apart in a pass: captured, and of a rank below the width."""
-        found = [place for f, place in self._operands if f == forward and self.basis(f, place) is not None]
-        return sorted(set(found), key=lambda place: (place[0] == HEAD_LAYER, place))
+    def places(self, forward: int, deepest: int | None = None) -> list[Place]:
+        """Where candidates can be told apart in a pass: captured, and of a rank below the width.
+
+        Up to layer ``deepest`` and without the LM head, or all (None).
+        """
+        captured = {p for f, p in self._operands if f == forward}
+        wanted = captured if deepest is None else {p for p in captured if 0 <= p[0] <= deepest}
+        found = [place for place in wanted if self.basis(forward, place) is not None]
+        return sorted(found, key=lambda place: (place[0] == HEAD_LAYER, place))
 
     def rows(self, forward: int) -> int:
         """The most data rows that a pass can have: its operand rows less the public shield."""
@@ -87,7 +94,7 @@ class Evidence:
     def randomised(self, rng: np.random.Generator) -> Evidence:
         """The same with random row spaces of the same ranks: what knowing nothing looks like."""
         other = copy(self)
-        other._bases, other._vocabulary = {}, {}
+        other._bases, other._outside, other._vocabulary = {}, {}, {}
         for key in self._operands:
             rows = self.basis(*key)
             other._bases[key] = None if rows is None else random_basis(len(rows), rows.shape[1], rng)
@@ -125,7 +132,10 @@ class Evidence:
         if rows_basis is None:
             raise ValueError(f"no row space at {place} in pass {forward}")
         limit = self.limit(forward, place)
-        scores: Float32 = residuals(rows, rows_basis) / np.float32(limit)
+        if (forward, place) not in self._outside:
+            self._outside[forward, place] = outside(rows_basis)
+        rest = self._outside[forward, place]
+        scores: Float32 = residuals(rows, rows_basis, rest) / np.float32(limit)
         if before:
             units = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), np.float32(1e-30))
             cosine = np.max(units @ np.stack(before).T, axis=1)

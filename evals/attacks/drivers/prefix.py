@@ -136,11 +136,9 @@ class PrefixCandidates(Attack):
 
     # The set of layer 0, put in order.
 
-    @staticmethod
-    def _has_set(evidence: Evidence, forward: int = 0) -> bool:
+    def _has_set(self, evidence: Evidence, forward: int = 0) -> bool:
         """Whether layer 0 gives the set, and another place its order."""
-        places = evidence.places(forward)
-        return (0, "qkv") in places and any(place[0] >= 0 and place != (0, "qkv") for place in places)
+        return evidence.basis(forward, (0, "qkv")) is not None and bool(self._ordering(evidence, forward))
 
     def _joint(
         self, model: PublicModel, evidence: Sequence[Evidence], secrets: Sequence[PromptTruth],
@@ -186,9 +184,9 @@ class PrefixCandidates(Attack):
         return chosen
 
     def _ordering(self, seen: Evidence, forward: int) -> list[Place]:
-        return [p for p in seen.places(forward) if 0 <= p[0] <= self._joint_layers and p != (0, "qkv")] or [
-            p for p in seen.places(forward) if p[0] > 0
-        ][:1]
+        """Places that order the set: up to a layer; if there is none, the first one above."""
+        near = [p for p in seen.places(forward, self._joint_layers) if p != (0, "qkv")]
+        return near or [p for p in seen.places(forward) if p[0] > 0][:1]
 
     def _singles(
         self, model: PublicModel, evidence: Sequence[Evidence],
