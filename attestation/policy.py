@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Final, Literal, TypeAlias
@@ -26,6 +27,8 @@ from attestation.verify import GenuineReport
 
 __all__ = [
     "DEFAULT_PROTECTION",
+    "DEFAULT_SECURITY_BITS",
+    "MASKS",
     "MILAN_REASON",
     "NOTHING_GIVEN",
     "REPORT_DATA_SIZE",
@@ -33,6 +36,7 @@ __all__ = [
     "SIMULATED_MEASUREMENT",
     "SIMULATED_WARNING",
     "UNPINNED",
+    "UNPROTECTED",
     "AnyPolicy",
     "Pin",
     "Policy",
@@ -45,8 +49,17 @@ __all__ = [
 MEASUREMENT_SIZE = 48
 REPORT_DATA_SIZE = 64
 
-DEFAULT_PROTECTION: Final = frozenset({"gelo-haar", "gelo-hd3", "gelo-dct4", "gelo-auto", "lpn"})
-"""Schemes that hide the operands from the worker. ``plain`` does not and is not here."""
+MASKS: Final = frozenset({"gelo-haar", "gelo-hd3", "gelo-dct4", "gelo-auto"})
+"""Schemes that hide the operands' values but not their row space, and have no security level."""
+
+UNPROTECTED: Final = frozenset({"plain", "plain-int8"})
+"""Schemes that hide nothing from the worker."""
+
+DEFAULT_PROTECTION: Final = MASKS | {"lpn"}
+"""Schemes that hide the operands from the worker; with a warning for ``MASKS``, which hide less."""
+
+DEFAULT_SECURITY_BITS: Final = 128
+"""The least security level of a scheme that has one."""
 
 REPORT_VERSIONS: Final = frozenset({3, 5})
 """Version 2 does not name the processor, so that its patch levels cannot be judged; 4 is parsed only."""
@@ -57,6 +70,13 @@ SIMULATED_MEASUREMENT: Final = hashlib.sha384(b"GELO simulated launch measuremen
 SIMULATED_WARNING: Final = (
     "SIMULATED EVIDENCE ACCEPTED: it proves nothing. Anyone, the operator included, can read this traffic."
 )
+
+MASKS_WARNING: Final = (
+    "keeps the row space of what it hides: a worker that knows the public weights can recover prompts "
+    "and answers by testing candidates. Ask the operator for lpn."
+)
+
+UNPROTECTED_WARNING: Final = "hides nothing: the worker and its host read prompts and answers."
 
 MILAN_REASON: Final = (
     "Milan has no ciphertext hiding, and the seed of its endorsement keys can be extracted by software "
@@ -96,7 +116,9 @@ class Policy:
     ``measurements``: launch digests of 48 bytes, at least one. ``products``: at least one; see
     ``MILAN_REASON`` before adding Milan. ``model_identity``: the 32-byte identity of the expected
     model, or UNPINNED. ``service``: the expected service name, or UNPINNED. ``allowed_protection``:
-    names of acceptable schemes. ``roots``: trusted ARKs, AMD's by default. ``platform``: rules on the
+    names of acceptable schemes. ``min_security_bits``: the least level, log2 of the operations of the
+    best known attack, that a scheme must state; ``MASKS`` and ``UNPROTECTED`` have none and are
+    judged by name alone. ``roots``: trusted ARKs, AMD's by default. ``platform``: rules on the
     machine, the ``standard`` profile by default. ``launch``: rules on host data and ID block, by
     default that there are none. ``extra``: further rules, for instance ``StrictRules``. ``CoreRules``
     always hold besides.
@@ -110,6 +132,7 @@ class Policy:
     model_identity: PinnedOr[bytes]
     service: PinnedOr[str]
     allowed_protection: frozenset[str] = DEFAULT_PROTECTION
+    min_security_bits: float = DEFAULT_SECURITY_BITS
     roots: TrustRoots = AMD_ROOTS
     platform: Rule = field(default_factory=standard_platform)
     launch: Rule = NOTHING_GIVEN
@@ -123,6 +146,9 @@ class Policy:
             raise InvalidPolicyError(f"Every measurement must have {MEASUREMENT_SIZE} bytes.")
         if not all(isinstance(product, Product) for product in self.products):
             raise InvalidPolicyError("products must hold Product values.")
+        bits = self.min_security_bits
+        if type(bits) not in (int, float) or not 0 <= bits < math.inf:
+            raise InvalidPolicyError("min_security_bits must be a number, at least 0.")
         if self.model_identity is not UNPINNED and (
             not isinstance(self.model_identity, bytes) or len(self.model_identity) != MODEL_IDENTITY_SIZE
         ):
@@ -154,6 +180,7 @@ class UnsafeAllowSimulated:
         model_identity: bytes | str | Literal[Pin.UNPINNED],
         service: str | Literal[Pin.UNPINNED],
         allowed_protection: frozenset[str] = DEFAULT_PROTECTION,
+        min_security_bits: float = DEFAULT_SECURITY_BITS,
     ) -> UnsafeAllowSimulated:
         """A policy under which nothing but a simulated guest passes."""
         if model_identity is not UNPINNED:
@@ -165,6 +192,7 @@ class UnsafeAllowSimulated:
                 model_identity=model_identity,
                 service=service,
                 allowed_protection=allowed_protection,
+                min_security_bits=min_security_bits,
             )
         )
 
@@ -197,7 +225,7 @@ def validate(
         raise ChannelBindingError([*binding, *others])
     if others:
         raise PolicyRefusedError(others)
-    return _warnings(genuine)
+    return (*_warnings(genuine), *_protection_warnings(statement))
 
 
 def validate_report(
@@ -238,6 +266,13 @@ def _warnings(genuine: GenuineReport) -> tuple[str, ...]:
     if genuine.simulated:
         return (SIMULATED_WARNING,)
     return (f"MILAN ACCEPTED: {MILAN_REASON}",) if genuine.product is Product.MILAN else ()
+
+
+def _protection_warnings(statement: Statement) -> tuple[str, ...]:
+    for names, warning in ((MASKS, MASKS_WARNING), (UNPROTECTED, UNPROTECTED_WARNING)):
+        if statement.protection in names:
+            return (f"PROTECTION {statement.protection} ACCEPTED: it {warning}",)
+    return ()
 
 
 def _binding_mismatches(report: Report, expected: bytes) -> list[Mismatch]:
@@ -306,4 +341,15 @@ def _statement_mismatches(statement: Statement, rules: Policy) -> list[Mismatch]
                 "The service does not protect the operands as the policy asks.",
             )
         )
+    elif statement.protection not in MASKS | UNPROTECTED:
+        bits = statement.security_bits
+        if bits is None or bits < rules.min_security_bits:
+            found.append(
+                Mismatch(
+                    "security_bits",
+                    f"at least {rules.min_security_bits:g}",
+                    "not stated" if bits is None else f"{bits:g}",
+                    "The scheme's parameters are weaker than the policy asks.",
+                )
+            )
     return found

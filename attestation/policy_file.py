@@ -83,6 +83,7 @@ def policy_from(values: Mapping[str, object]) -> AnyPolicy:
         else parse_digest(identity, MODEL_IDENTITY_SIZE, service.name("model_identity")),
         service=UNPINNED if name == _UNPINNED else name,
         allowed_protection=frozenset(service.items("protection", str)),
+        min_security_bits=service.integer("min_security_bits", 0, 1024),
         roots=AMD_ROOTS,
         platform=_platform(platform),
         launch=_launch(guest),
@@ -181,6 +182,7 @@ unsafe_allow_simulated = false         # true accepts evidence that proves nothi
 name = "{service}"                     # or "unpinned"
 model_identity = "{identity}"          # or "unpinned"
 protection = ["lpn", "gelo-auto", "gelo-dct4", "gelo-haar", "gelo-hd3"]
+min_security_bits = 128                # of schemes that have a level: lpn; the others go by name
 
 [guest]
 measurements = ["{digest}"]

@@ -18,6 +18,8 @@ MAX_STATEMENT_SIZE = 4096
 MAX_PARAMETERS = 32
 MAX_TEXT = 128
 MODEL_IDENTITY_SIZE = 32
+# The protection parameter that carries a scheme's security level.
+SECURITY_BITS = "security_bits"
 
 DOMAIN = b"gelo-ratls/v1"
 PURPOSE_CERTIFICATE = b"certificate"
@@ -81,6 +83,12 @@ class Statement:
             service=service,
             software_version=software_version,
         )
+
+    @property
+    def security_bits(self) -> float | None:
+        """The level the scheme states, log2 of the operations of the best known attack; None if none."""
+        bits = self.protection_parameters.get(SECURITY_BITS)
+        return None if isinstance(bits, bool | str) or bits is None else float(bits)
 
     def encode(self) -> bytes:
         """Canonical CBOR, the exact bytes that REPORT_DATA covers."""

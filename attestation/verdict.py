@@ -18,7 +18,7 @@ CHECKS = (
     REVOCATION_CHECK,
     "report: ECDSA P-384 signature, patch levels and chip match the VCEK",
     "policy: measurement, product, patch levels, guest policy, platform, VMPL, signing key, launch data",
-    "statement: model identity, protection scheme, service",
+    "statement: model identity, protection scheme and its level, service",
     "binding: certificate evidence names this TLS key and this statement",
     "binding: fresh evidence names this nonce and this connection's exporter (RFC 9266)",
 )
@@ -85,6 +85,17 @@ class Verdict:
         """Name of the protection scheme."""
         return self.statement.protection
 
+    @property
+    def security_bits(self) -> float | None:
+        """The level of the protection scheme; None if it has none."""
+        return self.statement.security_bits
+
+    @property
+    def protection_shown(self) -> str:
+        """The scheme and its level, for people."""
+        bits = self.security_bits
+        return self.protection if bits is None else f"{self.protection} ({bits:.1f} bits)"
+
     def checked(self) -> tuple[tuple[str, str], ...]:
         """Each of ``checks`` with the value that passed it."""
         revocation = self.revocation_expires
@@ -97,7 +108,7 @@ class Verdict:
             *([] if revocation is None else [f"list valid until {revocation.isoformat()}"]),
             f"version {self.report_version}, {self.product}, {tcb}, chip {self.chip_id[:16]}…",
             f"measurement {self.measurement}, firmware {self.firmware}",
-            f"model {model}, protection {self.protection}, service {service}",
+            f"model {model}, protection {self.protection_shown}, service {service}",
             f"REPORT_DATA over key {self.key_sha256[:16]}… and statement",
             f"nonce {self.proof.nonce.hex()[:16]}…, {self.tls_version}",
         )

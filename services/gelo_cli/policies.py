@@ -12,7 +12,7 @@ from rich.text import Text
 
 from attestation import UNPINNED, AnyPolicy, Policy, Product, UnsafeAllowSimulated, Verdict
 from attestation.errors import InvalidPolicyError, Mismatch
-from attestation.policy import DEFAULT_PROTECTION, MEASUREMENT_SIZE
+from attestation.policy import DEFAULT_PROTECTION, MEASUREMENT_SIZE, UNPROTECTED
 from attestation.statement import MODEL_IDENTITY_SIZE, parse_digest
 from gelo_cli.console import CliError
 
@@ -102,7 +102,7 @@ def _from_options(
     identity = (
         parse_digest(model_identity, MODEL_IDENTITY_SIZE, "model identity") if model_identity else UNPINNED
     )
-    protection = DEFAULT_PROTECTION | ({"plain"} if allow_plain else set())
+    protection = DEFAULT_PROTECTION | (UNPROTECTED if allow_plain else frozenset())
     if not measurements:
         if not allow_simulated:
             raise CliError(
@@ -138,7 +138,7 @@ def verdict_table(verdict: Verdict) -> Table:
         ),
         ("measurement", f"{verdict.measurement[:32]}… accepted by the policy"),
         ("model", f"{verdict.model_identity[:32]}… ({pinned})"),
-        ("protection", verdict.protection),
+        ("protection", verdict.protection_shown),
         ("channel", f"{verdict.tls_version}, key {verdict.key_sha256[:16]}… bound to the report"),
         ("freshness", "report over this client's nonce and this connection's exporter"),
     )

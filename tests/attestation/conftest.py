@@ -56,8 +56,8 @@ def make_statement(**changes: Any) -> Statement:
     """A statement that ``make_policy`` accepts, with changes."""
     values: dict[str, Any] = {
         "model_identity": MODEL,
-        "protection": "gelo-hd3",
-        "protection_parameters": {"shield_rows": 8, "scale": 4.0, "exact": True},
+        "protection": "lpn",
+        "protection_parameters": {"shift": 8, "security_bits": 134.5, "exact": True},
         "service": "gelo",
         "software_version": "0.1.0",
     }

@@ -72,7 +72,7 @@ def test_a_good_service_is_verified_and_used(
     assert document["measurement"] == SIMULATED_MEASUREMENT.hex()
     assert document["model_identity"] == MODEL.hex()
     assert document["model_pinned"] is True
-    assert document["protection"] == "gelo-hd3"
+    assert document["protection"] == "lpn"
     assert document["tls_version"] == "TLSv1.3"
     assert document["fresh_evidence"] is True
     credential = running.app.identity.credential()

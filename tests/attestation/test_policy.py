@@ -19,10 +19,13 @@ from attestation.errors import (
 )
 from attestation.evidence import Evidence
 from attestation.policy import (
+    MASKS,
+    MASKS_WARNING,
     MILAN_REASON,
     SIMULATED_MEASUREMENT,
     SIMULATED_WARNING,
     UNPINNED,
+    UNPROTECTED_WARNING,
     Policy,
     UnsafeAllowSimulated,
     standard_platform,
@@ -126,6 +129,10 @@ def test_current_report_versions_pass(
         ({"protection": "plain"}, "protection"),
         ({"protection": "plain-int8"}, "protection"),
         ({"protection": "GELO-HD3"}, "protection"),
+        ({"protection_parameters": {}}, "security_bits"),
+        ({"protection_parameters": {"security_bits": 127.99}}, "security_bits"),
+        ({"protection_parameters": {"security_bits": True}}, "security_bits"),
+        ({"protection_parameters": {"security_bits": "256"}}, "security_bits"),
     ],
 )
 def test_each_statement_mismatch_is_refused(
@@ -143,7 +150,43 @@ def test_protecting_schemes_pass_by_default(
     psp: SimulatedPsp, statement: MakeStatement, policy: UnsafeAllowSimulated, scheme: str
 ) -> None:
     made = statement(protection=scheme)
-    assert validate(genuine_report(psp), made, policy=policy, expected_report_data=DATA)
+    warnings = validate(genuine_report(psp), made, policy=policy, expected_report_data=DATA)
+    masks = (f"PROTECTION {scheme} ACCEPTED: it {MASKS_WARNING}",) if scheme in MASKS else ()
+    assert warnings == (SIMULATED_WARNING, *masks)
+    assert bool(masks) == (scheme != "lpn")
+
+
+@pytest.mark.parametrize("scheme", ["plain", "plain-int8"])
+def test_an_unprotected_scheme_passes_by_name_only_and_with_a_warning(
+    psp: SimulatedPsp, statement: MakeStatement, policy: UnsafeAllowSimulated, scheme: str
+) -> None:
+    made = statement(protection=scheme, protection_parameters={})
+    assert refused_fields(genuine_report(psp), made, policy) == ["protection"]
+    named = UnsafeAllowSimulated(replace(policy.policy, allowed_protection=frozenset({scheme})))
+    warnings = validate(genuine_report(psp), made, policy=named, expected_report_data=DATA)
+    assert warnings == (SIMULATED_WARNING, f"PROTECTION {scheme} ACCEPTED: it {UNPROTECTED_WARNING}")
+
+
+@pytest.mark.parametrize(("stated", "wanted"), [(128, 128), (90.5, 90), (1, 0.0), (-5, 0), (300, 299.5)])
+def test_the_level_is_what_the_policy_asks(
+    psp: SimulatedPsp, statement: MakeStatement, policy: UnsafeAllowSimulated, stated: float, wanted: float
+) -> None:
+    made = statement(protection_parameters={"security_bits": stated})
+    asked = UnsafeAllowSimulated(replace(policy.policy, min_security_bits=wanted))
+    if stated >= wanted:
+        assert validate(genuine_report(psp), made, policy=asked, expected_report_data=DATA)
+    else:
+        assert refused_fields(genuine_report(psp), made, asked) == ["security_bits"]
+    above = UnsafeAllowSimulated(replace(policy.policy, min_security_bits=max(stated, 0) + 0.25))
+    assert refused_fields(genuine_report(psp), made, above) == ["security_bits"]
+
+
+def test_a_scheme_nobody_knows_needs_a_level(
+    psp: SimulatedPsp, statement: MakeStatement, policy: UnsafeAllowSimulated
+) -> None:
+    named = UnsafeAllowSimulated(replace(policy.policy, allowed_protection=frozenset({"new"})))
+    made = statement(protection="new", protection_parameters={"shield_rows": 8})
+    assert refused_fields(genuine_report(psp), made, named) == ["security_bits"]
 
 
 def test_all_mismatches_come_together(
@@ -295,6 +338,11 @@ def test_extra_rules_are_held_too(
         {"products": frozenset()},
         {"products": frozenset({"Genoa"})},
         {"allowed_protection": frozenset()},
+        {"min_security_bits": None},
+        {"min_security_bits": True},
+        {"min_security_bits": -1},
+        {"min_security_bits": float("nan")},
+        {"min_security_bits": float("inf")},
         {"model_identity": b""},
         {"model_identity": None},
         {"model_identity": MODEL.hex()},

@@ -113,6 +113,8 @@ def test_no_expectation_takes_just_any_value(path: str, value: object) -> None:
         ("guest.host_data", "00" * 31),
         ("guest.guest_svn", 2**32),
         ("guest.guest_svn", True),
+        ("service.min_security_bits", 1025),
+        ("service.min_security_bits", 128.0),
         ("service.model_identity", "00" * 31),
         ("service.name", ""),
         ("platform.report_versions", [6]),

@@ -92,7 +92,7 @@ def test_the_certificate_passes_and_gives_a_verdict(
     assert verdict.simulated
     assert verdict.fresh_evidence
     assert verdict.model_identity == bytes(range(32)).hex()
-    assert verdict.as_dict()["protection"] == "gelo-hd3"
+    assert verdict.as_dict()["protection"] == "lpn"
 
 
 @pytest.mark.parametrize(

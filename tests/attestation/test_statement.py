@@ -39,7 +39,23 @@ def test_round_trip(statement: MakeStatement) -> None:
     decoded = Statement.decode(original.encode())
     assert decoded == original
     assert decoded.encode() == original.encode()
-    assert decoded.as_dict()["protection_parameters"] == {"shield_rows": 8, "scale": 4.0, "exact": True}
+    assert decoded.as_dict()["protection_parameters"] == {"shift": 8, "security_bits": 134.5, "exact": True}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "bits"),
+    [
+        ({"security_bits": 134.5}, 134.5),
+        ({"security_bits": 128}, 128.0),
+        ({"security_bits": True}, None),
+        ({"security_bits": "128"}, None),
+        ({}, None),
+    ],
+)
+def test_the_level_is_a_number_or_not_stated(
+    statement: MakeStatement, parameters: dict[str, Any], bits: float | None
+) -> None:
+    assert statement(protection_parameters=parameters).security_bits == bits
 
 
 def test_the_model_identity_may_be_hex(statement: MakeStatement) -> None:

@@ -23,15 +23,16 @@ from gpu_worker import server as server_module
 from gpu_worker.engines import create_engine
 from gpu_worker.session import Session, Sessions
 
-Operand = NDArray[np.float16]
-Result = NDArray[np.float32]
+Operand = NDArray[np.float16] | NDArray[np.uint32]
+Result = NDArray[np.float32] | NDArray[np.uint32]
 
 control: Path
 
 
 def flip(result: Result, bit: int) -> None:
-    """Flip one bit of the largest element."""
-    place = np.unravel_index(np.abs(result).argmax(), result.shape)
+    """Flip one bit of the largest element; of words, all as good as random, of the first."""
+    words = result.dtype == np.uint32
+    place = (0, 0) if words else np.unravel_index(np.abs(result).argmax(), result.shape)
     result.view(np.uint32)[place] ^= np.uint32(1 << bit)
 
 
@@ -41,15 +42,16 @@ def swap_rows(result: Result) -> None:
 
 def zero_column(result: Result) -> None:
     """The column that matters most."""
-    result[:, np.square(result).sum(axis=0).argmax()] = 0.0
+    result[:, np.square(result.astype(np.float64)).sum(axis=0).argmax()] = 0
 
 
 def scale(result: Result) -> None:
-    result *= np.float32(1.01)
+    """By 1.01; words by 3."""
+    result *= result.dtype.type(1.01 if result.dtype == np.float32 else 3)
 
 
 def negate_row(result: Result) -> None:
-    result[0] *= np.float32(-1.0)
+    np.negative(result[0], out=result[0])
 
 
 ALTERED: dict[str, Callable[[Result], None]] = {
@@ -60,6 +62,9 @@ ALTERED: dict[str, Callable[[Result], None]] = {
     "negated row": negate_row,
 }
 LIES = (*ALTERED, "replayed answer", "wrong weight", "changed operand", "changed after the fact")
+# In a float32 the lowest bits are rounding errors; a word is right or wrong.
+ALTERED |= {f"bit {bit}": lambda result, bit=bit: flip(result, bit) for bit in (0, 15)}
+WORD_LIES = (*LIES, "bit 0", "bit 15")
 
 
 class LyingSessions(Sessions):
@@ -92,7 +97,7 @@ class LyingSessions(Sessions):
             return self._with_wrong_weight(session, header, operand, result)
         if lie == "changed operand":
             changed = operand.copy()
-            changed *= np.float16(0.5)
+            changed *= changed.dtype.type(0.5 if changed.dtype == np.float16 else 3)
             if operand.flags.writeable:
                 operand[...] = changed
             return super().execute(session, header, changed, result)

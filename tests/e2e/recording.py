@@ -21,6 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import t as student_t
 
+from tests.e2e import word_search
+from tests.e2e.word_search import quantised, shared_blinding, signed, unblinded
+
 Float32 = NDArray[np.float32]
 
 SHIELD_ROWS = 8
@@ -44,7 +47,7 @@ class Operand:
     """One offload as received."""
 
     weight: str
-    rows: NDArray[np.float16]
+    rows: NDArray[np.float16] | NDArray[np.uint32]
 
 
 @dataclass(slots=True)
@@ -53,7 +56,7 @@ class Recording:
 
     operands: list[Operand] = field(default_factory=list)
     received: list[tuple[str, bytes]] = field(default_factory=list)
-    head_results: list[Float32] = field(default_factory=list)
+    head_results: list[NDArray[Any]] = field(default_factory=list)
     uploaded: list[str] = field(default_factory=list)
 
     def blobs(self) -> Iterator[tuple[str, bytes]]:
@@ -76,11 +79,11 @@ def read_recording(path: Path, start: int, names: dict[str, str], head: str) -> 
             if len(payload) < about["size"]:
                 break  # still being written
             if about["kind"] == "operand":
-                rows = np.frombuffer(payload, np.float16).reshape(about["rows"], -1)
+                rows = np.frombuffer(payload, about["dtype"]).reshape(about["rows"], -1)
                 recording.operands.append(Operand(names[about["weight"]], rows))
             elif about["kind"] == "result":
                 if names[about["weight"]] == head:
-                    values = np.frombuffer(payload, np.float32).reshape(about["rows"], -1)
+                    values = np.frombuffer(payload, about["dtype"]).reshape(about["rows"], -1)
                     recording.head_results.append(values)
             elif about["kind"] == "upload":
                 recording.uploaded.append(about["weight"])
@@ -126,11 +129,15 @@ def leaks(recording: Recording, secrets: Secrets) -> list[str]:
         found += [
             f"offload {index} ({operand.weight}): {text}" for text in _in_clear(operand.rows, offload.rows)
         ]
+    if shared := shared_blinding([o.rows for o in recording.operands if o.rows.dtype == np.uint32]):
+        found.append(f"operands: {shared} pairs of rows share their blinding")
     for index, result in enumerate(recording.head_results):
         rows = [logits for logits in secrets.logits if len(logits) == result.shape[1]]
-        if rows and cosines(result, np.stack(rows)).max() > cosine_bound(1):
+        words = result.dtype == np.uint32
+        bound = word_search.cosine_bound(result.shape[1]) if words else cosine_bound(1)
+        if rows and cosines(result, np.stack(rows)).max() > bound:
             found.append(f"result {index} of lm_head: parallel to a logits row")
-    found += _in_bytes(list(recording.blobs()), secrets)
+    found += _in_bytes(list(recording.blobs()), secrets, [o.rows for o in recording.operands])
     return found
 
 
@@ -163,23 +170,26 @@ def shield_share(n: int, d: int) -> float:
     return 0.5 * shield * (1 - n / d) / (shield + 9 / 8 * n)
 
 
-def _in_clear(operand: NDArray[np.float16], rows: Float32) -> Iterator[str]:
+def _in_clear(operand: NDArray[np.float16] | NDArray[np.uint32], rows: Float32) -> Iterator[str]:
     n, d = rows.shape
     scaled = rows.astype(np.float64) / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-30)
-    seen = operand.astype(np.float64)
-    cosine = cosines(operand, rows).max()
-    if cosine > cosine_bound(n):
+    seen = signed(operand).astype(np.float64)
+    bound, share = cosine_bound(n), shield_share(n, d)
+    if operand.dtype == np.uint32:
+        bound, share = word_search.cosine_bound(d), word_search.outside_share(n, d)
+        yield from unblinded(operand)
+    if cosines(operand, rows).max() > bound:
         yield "a row is parallel to a plaintext row"
     if n < d:
         basis = np.linalg.qr(scaled.T)[0]
         outside = seen - seen @ basis @ basis.T
-        if np.square(outside).sum() < shield_share(n, d) * np.square(seen).sum():
+        if np.square(outside).sum() < share * np.square(seen).sum():
             yield "it lies in the span of the plaintext rows"
 
 
 def cosines(left: NDArray[np.generic], right: NDArray[np.generic]) -> NDArray[np.float64]:
     """Absolute cosines between the rows of ``left`` and those of ``right``."""
-    a, b = left.astype(np.float64), right.astype(np.float64)
+    a, b = signed(left).astype(np.float64), signed(right).astype(np.float64)
     a /= np.maximum(np.linalg.norm(a, axis=1, keepdims=True), 1e-30)
     b /= np.maximum(np.linalg.norm(b, axis=1, keepdims=True), 1e-30)
     return np.abs(a @ b.T)
@@ -189,7 +199,9 @@ def cosines(left: NDArray[np.generic], right: NDArray[np.generic]) -> NDArray[np
 # point number (short of overflow and subnormals), so windows of consecutive mantissas are compared: of 7
 # halves (70 bits) or 3 floats (69 bits), hashed to 64. Of each row one window is searched: the one whose
 # smallest element is largest, which is the last to become subnormal. Among 10^9 windows and 10^4 secrets,
-# chance hits have probability 10^13 / 2^64 < 10^-6. Text and token ids are windows of whole bytes.
+# chance hits have probability 10^13 / 2^64 < 10^-6. Integers, searched for when
+# there are operands of words, are windows of four, none of them small, quantised as a runner would. Text and
+# token ids are windows of whole bytes.
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,10 +219,13 @@ class _Window:
 
 _HALF = _Window(2, 10, 7, sieve=2)
 _FLOAT = _Window(4, 23, 3, sieve=1)
+_WORD = _Window(4, 32, 4, sieve=2)
 _TEXT = _Window(1, 8, 8, sieve=3)
 _IDS32 = _Window(1, 8, 8, sieve=5)
 _IDS64 = _Window(1, 8, 16, sieve=2)
 _TABLE_BITS = 22
+# Integers smaller than this may stand in a row anywhere.
+_LEAST_INTEGER = 8
 
 
 @numba.njit(nogil=True)
@@ -294,24 +309,30 @@ def _row_patterns(rows: Iterable[Float32], window: _Window) -> list[bytes]:
     return patterns
 
 
-def rows_in_bytes(blobs: Sequence[tuple[str, bytes]], named: dict[str, Sequence[Float32]]) -> Iterator[str]:
-    """Sources in which a row of ``named`` occurs as float16 or float32, times any power of two."""
-    for window, kind in ((_HALF, "float16"), (_FLOAT, "float32")):
-        patterns = {f"{name} as {kind}": _row_patterns(rows, window) for name, rows in named.items()}
-        yield from _search(blobs, window, patterns)
+def _integer_patterns(rows: Iterable[Float32]) -> list[bytes]:
+    patterns = []
+    for row in rows:
+        for values in quantised(row):
+            sizes = np.lib.stride_tricks.sliding_window_view(np.abs(values), _WORD.width).min(axis=1)
+            first = int(sizes.argmax())
+            if sizes[first] >= _LEAST_INTEGER:
+                patterns.append(values[first : first + _WORD.width].tobytes())
+    return patterns
 
 
-def int8_rows_in_bytes(
-    blobs: Sequence[tuple[str, bytes]], name: str, rows: Iterable[NDArray[np.int8]]
+def _in_bytes(
+    blobs: Sequence[tuple[str, bytes]], secrets: Secrets, operands: Sequence[NDArray[Any]]
 ) -> Iterator[str]:
-    """Sources in which 8 consecutive elements of one of ``rows`` occur as they are."""
-    pieces = [piece for row in rows for piece in _pieces(row.tobytes(), _TEXT) if any(piece)]
-    yield from _search(blobs, _TEXT, {name: pieces})
-
-
-def _in_bytes(blobs: Sequence[tuple[str, bytes]], secrets: Secrets) -> Iterator[str]:
     activations = [row for offload in secrets.offloads for row in offload.rows]
-    yield from rows_in_bytes(blobs, {"an activation row": activations, "a logits row": secrets.logits})
+    for window, kind in ((_HALF, "float16"), (_FLOAT, "float32")):
+        patterns = {
+            f"an activation row as {kind}": _row_patterns(activations, window),
+            f"a logits row as {kind}": _row_patterns(secrets.logits, window),
+        }
+        yield from _search(blobs, window, patterns)
+    if any(operand.dtype == np.uint32 for operand in operands):
+        integers = {"an activation row as integers": _integer_patterns(activations)}
+        yield from _search(blobs, _WORD, integers)
     # A pair with a 0 is no evidence: it reads as one 64-bit number.
     pairs = [pair for pair in pairwise(secrets.tokens) if all(pair)]
     for window, dtype in ((_IDS32, "<i4"), (_IDS64, "<i8")):

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 import grpc
-import numpy as np
 from numpy.typing import NDArray
 
 from gelo.header import OffloadHeader, Status
@@ -52,15 +51,16 @@ class SpySessions(Sessions):
         self,
         session: Session,
         header: OffloadHeader,
-        operand: NDArray[np.float16],
-        result: NDArray[np.float32],
+        operand: NDArray[Any],
+        result: NDArray[Any],
     ) -> OffloadHeader:
         """See :meth:`Sessions.execute`."""
         weight = session.keys[header.weight_id][:32].hex()
-        recorder.write("operand", operand.tobytes(), weight=weight, rows=header.rows)
+        about = {"weight": weight, "rows": header.rows}
+        recorder.write("operand", operand.tobytes(), dtype=operand.dtype.str, **about)
         answer = super().execute(session, header, operand, result)
         if answer.status == Status.OK and header.weight_id == len(session.keys) - 1:
-            recorder.write("result", result.tobytes(), weight=weight, rows=header.rows)
+            recorder.write("result", result.tobytes(), dtype=result.dtype.str, **about)
         return answer
 
 

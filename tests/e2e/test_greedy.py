@@ -18,12 +18,15 @@ whose gap is above 2·sqrt(2) of this, i.e. 0.025 and 0.097, thus do not change 
 as seen), and those with a smaller gap may. The eight answers have gaps of 0.0030 and 0.0086 at two places,
 then 0.024 and above: with the noise seen, a mask exchanges 0.7 tokens on average, and more than three with a
 probability below 1e-4.
+
+`lpn` and its control `plain-int8` compute the same integers, so of their logits every bit is the same.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,9 +91,9 @@ class Generated:
 Generate = Callable[..., Generated]
 
 
-@pytest.fixture
-def generate(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Generate:
-    """Run prompts through a worker at once, noting the logits on their way to the sampler."""
+@contextmanager
+def noting(model: LoadedModel) -> Iterator[Generate]:
+    """Gives what runs prompts through a worker at once and notes the logits on their way to the sampler."""
     seen: dict[int, list[Float32]] = {}
     original = Decoder.forward
 
@@ -101,8 +104,6 @@ def generate(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Generate:
             seen.setdefault(slot, []).append(row.copy())
         return logits
 
-    monkeypatch.setattr(Decoder, "forward", forward)
-
     def run(address: str, protection: str, prompts: Sequence[Sequence[int]], tokens: int) -> Generated:
         seen.clear()
         with running(model, address, protection) as served:
@@ -112,7 +113,16 @@ def generate(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Generate:
             [_ended(model, answer) for answer in answers], [np.stack(seen[i]) for i in range(len(prompts))]
         )
 
-    return run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decoder, "forward", forward)
+        yield run
+
+
+@pytest.fixture
+def generate(model: LoadedModel) -> Iterator[Generate]:
+    """See :func:`noting`."""
+    with noting(model) as run:
+        yield run
 
 
 def _ended(model: LoadedModel, answer: Answer) -> list[int]:
@@ -202,6 +212,31 @@ def test_masks_differ_only_at_near_ties(
     assert verdict.noise < MASK_NOISE
     assert all(gap < 2 * 2**0.5 * MASK_NOISE for gap in verdict.gaps)
     assert len(verdict.gaps) <= 3
+
+
+@pytest.fixture(scope="module")
+def quantised(cpu_worker: WorkerProcess, model: LoadedModel, prompts: list[list[int]]) -> Iterator[Generated]:
+    """What `plain-int8` answers on the CPU engine."""
+    with noting(model) as generate:
+        yield generate(cpu_worker.address, "plain-int8", prompts, TOKENS)
+
+
+def test_lpn_is_plain_int8_bit_for_bit(
+    cpu_worker: WorkerProcess, generate: Generate, quantised: Generated, prompts: list[list[int]]
+) -> None:
+    blinded = generate(cpu_worker.address, "lpn", prompts, TOKENS)
+    assert blinded.answers == quantised.answers
+    for mine, theirs in zip(blinded.logits, quantised.logits, strict=True):
+        np.testing.assert_array_equal(mine.view(np.uint32), theirs.view(np.uint32))
+
+
+def test_lpn_is_the_same_on_a_gpu(
+    wgpu_worker: WorkerProcess, generate: Generate, quantised: Generated, prompts: list[list[int]]
+) -> None:
+    blinded = generate(wgpu_worker.address, "lpn", prompts[:2], 8)
+    for index in range(2):
+        assert blinded.answers[index] == quantised.answers[index][:8]
+        np.testing.assert_array_equal(blinded.logits[index], quantised.logits[index][:8])
 
 
 @pytest.fixture(scope="module")

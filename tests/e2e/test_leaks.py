@@ -19,6 +19,9 @@ from tee_runner.decoder.forward import Decoder, RaggedBatch
 from tee_runner.models import LoadedModel
 from tee_runner.protection.base import Float32, ForwardSession, Linear, MaskOptions, Protection
 from tee_runner.protection.gelo.base import GeloProtection
+from tee_runner.protection.lpn.layout import unpack_rows
+from tee_runner.protection.lpn.matrix import public_matrix
+from tee_runner.protection.lpn.quantise import quantise
 from tee_runner.protection.rng import SecretKey
 from tee_runner.protection.schemes import scheme
 from tee_runner.worker.client import TransportName
@@ -54,8 +57,13 @@ def spy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spy]:
 
 @pytest.fixture(scope="module")
 def weight_names(model: LoadedModel) -> dict[str, str]:
-    """The public weights by their digest."""
-    return {hashlib.sha256(w.load().tobytes()).hexdigest(): w.name for w in model.weights.linears()}
+    """The public weights by their digest, in float16 and quantised."""
+    names = {}
+    for weight in model.weights.linears():
+        values = weight.load()
+        for form in (values, quantise(values).values):
+            names[hashlib.sha256(form.tobytes()).hexdigest()] = weight.name
+    return names
 
 
 class _Watched(ForwardSession):
@@ -162,6 +170,49 @@ def test_the_search_finds_what_plain_shows(
     )
     assert sum("parallel to a logits row" in text for text in found) == TOKENS
     assert any("a logits row as float32" in text for text in found)
+
+
+def without_pools(recording: Recording, secrets: Secrets) -> int:
+    """Drop the operands that pools are made of, which must be rows of the public G; how many there were."""
+    count = len(recording.operands) - len(secrets.offloads)
+    known: dict[int, set[bytes]] = {}
+    for operand in recording.operands[:count]:
+        d = operand.rows.shape[1]
+        if d not in known:
+            rows = np.empty((4 * d, d), np.uint32)
+            unpack_rows(public_matrix(d, 4 * d), 0, rows)
+            known[d] = {row.tobytes() for row in rows}
+        assert {row.tobytes() for row in operand.rows} <= known[d]
+    del recording.operands[:count], recording.head_results[: len(recording.head_results) - TOKENS]
+    return count
+
+
+@pytest.mark.parametrize("transport", ["slab", "grpc"])
+def test_lpn_shows_nothing_in_clear(
+    model: LoadedModel, spy: Spy, weight_names: dict[str, str], transport: TransportName
+) -> None:
+    recording, secrets = record(model, spy, weight_names, "lpn", transport)
+    assert without_pools(recording, secrets) >= 4 * model.config.num_layers + 1
+    assert len(recording.operands) == TOKENS * (4 * model.config.num_layers + 1)
+    assert len(secrets.logits) == len(recording.head_results) == TOKENS
+    assert leaks(recording, secrets) == []
+    # Every word once: no row was blinded with what another was. By chance n²/2^33 pairs are equal.
+    words = np.concatenate([operand.rows.reshape(-1) for operand in recording.operands])
+    repeated = len(words) - len(np.unique(words))
+    expected = len(words) ** 2 / 2**33
+    assert abs(repeated - expected) < 6 * np.sqrt(expected) + 3
+
+
+@pytest.mark.parametrize("transport", ["slab", "grpc"])
+def test_the_search_finds_what_plain_int8_shows(
+    model: LoadedModel, spy: Spy, weight_names: dict[str, str], transport: TransportName
+) -> None:
+    recording, secrets = record(model, spy, weight_names, "plain-int8", transport)
+    found = leaks(recording, secrets)
+    offloads = len(recording.operands)
+    assert sum("parallel to a plaintext row" in text for text in found) == offloads
+    assert sum("in the span of" in text for text in found) == offloads
+    assert sum("parallel to a logits row" in text for text in found) == TOKENS
 
 
 # --- each detector on its own ------------------------------------------------------------------------------

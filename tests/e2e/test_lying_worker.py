@@ -9,10 +9,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from tee_runner.engine.runtime import Runtime
 from tee_runner.errors import IntegrityError
 from tee_runner.models import LoadedModel
+from tee_runner.protection.lpn.ring import RingProtection
 from tee_runner.worker.client import TransportName
 
 from .conftest import chat
@@ -27,6 +31,8 @@ SETTINGS: tuple[tuple[str, TransportName], ...] = (
     ("gelo-hd3", "slab"),
     ("gelo-haar", "grpc"),
     ("plain", "slab"),
+    ("lpn", "slab"),
+    ("plain-int8", "grpc"),
 )
 
 
@@ -56,6 +62,16 @@ def case(
         yield Case(served, control, prompts, honest)
 
 
+def probes(runtime: Runtime) -> dict[int, tuple[NDArray[np.generic], ...]]:
+    """The secrets that the open session checks results with, by weight."""
+    protection = runtime._protection
+    if isinstance(protection, RingProtection):
+        return {weight: (p.v, p.w) for weight, p in protection.probes._probes.items()}
+    assert protection is not None
+    assert protection._integrity is not None
+    return {weight: (p.v, p.z) for weight, p in protection._integrity._projections.items()}
+
+
 @pytest.mark.parametrize("lie", LIES)
 def test_no_token_made_of_a_lie_leaves(
     case: Case, lie: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
@@ -66,8 +82,7 @@ def test_no_token_made_of_a_lie_leaves(
     offloads = len(runtime._linears)
     # In a step that decodes; a replayed answer needs one of the same shape before it.
     moment = random.Random(request.node.name).randrange(3 * offloads, (TOKENS - 2) * offloads)
-    failures, sessions = runtime.integrity_failures, runtime._protection
-    projections = sessions._integrity._projections.copy()  # type: ignore[union-attr]
+    failures, secrets = runtime.integrity_failures, probes(runtime)
     case.control.write_text(f"{lie} {moment}")
     with caplog.at_level(logging.INFO):
         answers = served.generate(case.prompts, TOKENS)
@@ -84,7 +99,7 @@ def test_no_token_made_of_a_lie_leaves(
     assert runtime.integrity_failures == failures + 1
     assert not runtime.connected
     # Of the secrets nothing is left.
-    assert not any(projection.v.any() or projection.z.any() for projection in projections.values())
+    assert not any(array.any() for arrays in secrets.values() for array in arrays)
     (line,) = [r.getMessage() for r in caplog.records if "integrity check failed" in r.getMessage()]
     name = next(weight.name for weight in runtime._linears if f" {weight.name} " in line)
     assert line.replace(name, "") == (
@@ -94,6 +109,6 @@ def test_no_token_made_of_a_lie_leaves(
     again = served.generate(case.prompts, TOKENS)
     assert [answer.tokens for answer in again] == [answer.tokens for answer in case.honest]
     assert runtime.integrity_failures == failures + 1
-    fresh = runtime._protection._integrity._projections  # type: ignore[union-attr]
-    assert fresh.keys() == projections.keys()
-    assert all(projection.v.any() for projection in fresh.values())
+    fresh = probes(runtime)
+    assert fresh.keys() == secrets.keys()
+    assert all(array.any() for arrays in fresh.values() for array in arrays)

@@ -37,7 +37,9 @@ def assert_lost(answer: Answer) -> None:
     assert finish.completion_tokens == len(answer.tokens) < TOKENS
 
 
-@pytest.mark.parametrize(("transport", "protection"), [("slab", "gelo-hd3"), ("grpc", "gelo-haar")])
+@pytest.mark.parametrize(
+    ("transport", "protection"), [("slab", "gelo-hd3"), ("grpc", "gelo-haar"), ("slab", "lpn")]
+)
 def test_killed_and_restarted(
     model: LoadedModel, workers: list[WorkerProcess], transport: TransportName, protection: str
 ) -> None:

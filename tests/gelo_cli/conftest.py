@@ -50,8 +50,8 @@ def service() -> Iterator[Service]:
     """Simulated evidence, model ``MODEL``, service name with characters of a terminal markup."""
     statement = Statement(
         model_identity=MODEL,
-        protection="gelo-hd3",
-        protection_parameters={"shield_rows": 8},
+        protection="lpn",
+        protection_parameters={"security_bits": 134.5},
         service="[bold]gelo[/]",
         software_version="0.1.0",
     )
