@@ -15,7 +15,7 @@ from gelo.v1 import worker_pb2, worker_pb2_grpc
 from gpu_worker.engines.base import Engine, EngineError, EngineInfo, LoadedWeight
 from gpu_worker.server import RunningWorker, WorkerSettings, start
 
-HANG_GUARD_S = 30.0
+HANG_GUARD_S = 120.0
 
 
 @dataclass
