@@ -5,6 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PROMPT ?= Why is the sky blue? Answer in two sentences.
 DEMO   ?=
+# How many processes run the tests, a file at a time: one per core, four at most. 0: all in this one, as --pdb needs.
 TESTERS ?= auto
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-HANG_GUARD_S = 60.0
+HANG_GUARD_S = 180.0
 _SERVE = """
 import logging, sys
 from gpu_worker.engines import create_engine

@@ -70,7 +70,7 @@ def running(
     transport: TransportName = "auto",
     scheme: type[Protection] | None = None,
     max_len: int = 512,
-    worker_timeout: float = 60.0,
+    worker_timeout: float = 120.0,
 ) -> Iterator[Running]:
     """Connect, serve, and stop. ``scheme`` stands in for the class that ``protection`` names."""
     options = RuntimeOptions(

@@ -15,7 +15,7 @@ from evals.attacks.conditions import CONDITIONS
 from evals.attacks.drivers import ATTACKS
 from tee_runner.protection.schemes import SCHEMES
 
-_TIMEOUT_S = 300
+_TIMEOUT_S = 500
 _RUN = ("--attacks", "row-space,metadata", "--prompts", "3", "--seed", "5")
 
 

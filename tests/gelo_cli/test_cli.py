@@ -19,7 +19,7 @@ from gelo_cli.processes import started
 from gelo_cli.up import serve_arguments
 
 PROMPT = "What is the capital of France?"
-_TIMEOUT_S = 300
+_TIMEOUT_S = 500
 
 
 def gelo(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -19,7 +19,7 @@ from gpu_worker.engines.base import AnyWeight, Engine, EngineError, EngineInfo, 
 from gpu_worker.engines.ring_weights import INT16_MAX
 from gpu_worker.server import RunningWorker, WorkerSettings, start
 
-HANG_GUARD_S = 30.0
+HANG_GUARD_S = 120.0
 
 
 @dataclass

@@ -28,7 +28,7 @@ from tee_runner.protection.plain import Plain
 
 VOCAB = 97
 EOS = 96
-PATIENCE = 60.0  # only a hang meets it
+PATIENCE = 180.0  # only a hang meets it
 CONFIG = DecoderConfig(
     family="llama", num_layers=1, hidden_size=8, intermediate_size=8, num_heads=1, num_kv_heads=1,
     head_dim=8, vocab_size=VOCAB, max_position_embeddings=4096, rms_norm_eps=1e-5,

@@ -11,7 +11,7 @@ from gelo.formats import WeightFormat
 from gelo.slab import SlabSizes
 from tee_runner.worker.client import RemoteWeight, weight_digest
 
-HANG_GUARD_S = 30.0
+HANG_GUARD_S = 120.0
 SIZES = SlabSizes(operand=1 << 20, result=4 << 20)
 
 

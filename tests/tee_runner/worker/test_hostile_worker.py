@@ -28,7 +28,7 @@ ARRAYS = [integers(0, 24, 40), integers(1, 40, 24), quantised(2, 24, 40), quanti
 WEIGHTS = [remote(values) for values in ARRAYS]
 TIMEOUT_S = 0.5
 # A worker that answers wrongly does so at once: this only bounds a hang.
-PATIENT_S = 20.0
+PATIENT_S = 120.0
 
 PROTOCOL: tuple[AnswerFault, ...] = (
     "later sequence", "earlier sequence", "fewer rows", "more rows", "other weight", "other d_in",
