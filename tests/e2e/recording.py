@@ -320,16 +320,26 @@ def _integer_patterns(rows: Iterable[Float32]) -> list[bytes]:
     return patterns
 
 
+def rows_in_bytes(blobs: Sequence[tuple[str, bytes]], named: dict[str, Sequence[Float32]]) -> Iterator[str]:
+    """Sources in which a row of ``named`` occurs as float16 or float32, times any power of two."""
+    for window, kind in ((_HALF, "float16"), (_FLOAT, "float32")):
+        patterns = {f"{name} as {kind}": _row_patterns(rows, window) for name, rows in named.items()}
+        yield from _search(blobs, window, patterns)
+
+
+def int8_rows_in_bytes(
+    blobs: Sequence[tuple[str, bytes]], name: str, rows: Iterable[NDArray[np.int8]]
+) -> Iterator[str]:
+    """Sources in which 8 consecutive elements of one of ``rows`` occur as they are."""
+    pieces = [piece for row in rows for piece in _pieces(row.tobytes(), _TEXT) if any(piece)]
+    yield from _search(blobs, _TEXT, {name: pieces})
+
+
 def _in_bytes(
     blobs: Sequence[tuple[str, bytes]], secrets: Secrets, operands: Sequence[NDArray[Any]]
 ) -> Iterator[str]:
     activations = [row for offload in secrets.offloads for row in offload.rows]
-    for window, kind in ((_HALF, "float16"), (_FLOAT, "float32")):
-        patterns = {
-            f"an activation row as {kind}": _row_patterns(activations, window),
-            f"a logits row as {kind}": _row_patterns(secrets.logits, window),
-        }
-        yield from _search(blobs, window, patterns)
+    yield from rows_in_bytes(blobs, {"an activation row": activations, "a logits row": secrets.logits})
     if any(operand.dtype == np.uint32 for operand in operands):
         integers = {"an activation row as integers": _integer_patterns(activations)}
         yield from _search(blobs, _WORD, integers)
