@@ -51,6 +51,12 @@ class NoWorker(Transport):
     def exchange(self, weight_id: int, rows: int, d_in: int, d_out: int) -> Any:
         raise NotImplementedError
 
+    def operand_words(self, rows: int, d_in: int) -> Any:
+        raise NotImplementedError
+
+    def exchange_words(self, weight_id: int, rows: int, d_in: int, d_out: int) -> Any:
+        raise NotImplementedError
+
     def close(self) -> None:
         """Nothing to close."""
 

@@ -5,8 +5,9 @@ python -m bench.offload [--rows 1,2,8,16] [--layers 30] [--repeats 5] [--formats
 
 The products of a decode step of SmolLM2-135M, layer by layer and then the LM head, through a real
 worker process. The formats take turns at each product, so that all of them see the same machine; the
-weights of one step exceed the caches. Times are the lowest quartile, in microseconds: "round trip" is
-the runner's, "engine" the worker's own; "GB/s" are weight bytes by the engine's time.
+weights of one step exceed the caches. Times are in microseconds: "engine", the worker's own, and "round
+trip", the runner's, are lowest quartiles; "wire" is the least decile of what a round trip takes beside
+its engine. "GB/s" are weight bytes by the engine's time, "x float16" compares engines' times.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tee_runner.worker.transport import Transport
 
 LAYER = ((576, 960), (576, 576), (576, 3072), (1536, 576))
 HEAD = (576, 49152)
-COLUMNS = ("d_in", "d_out", "rows", "weight", "round trip us", "engine us", "GB/s", "x float16")
+COLUMNS = ("d_in", "d_out", "rows", "weight", "round trip us", "wire us", "engine us", "GB/s", "x float16")
 _INT16_MAX = 32639
 
 Shape = tuple[int, int]
@@ -95,16 +96,17 @@ def measure(
 
 
 def table(times: Times) -> list[dict[str, Any]]:
-    """Quartiles."""
+    """By shape, rows and format."""
     quartile = {key: np.quantile(np.array(some), 0.25, axis=0) / 1e3 for key, some in times.items()}
     figures = []
     for (shape, m, form), (trip, engine) in quartile.items():
         base = quartile.get((shape, m, WeightFormat.FLOAT16))
+        wire = np.quantile([one - other for one, other in times[shape, m, form]], 0.1) / 1e3
         figures.append({
             "d_in": shape[0], "d_out": shape[1], "rows": m, "weight": form.dtype.name,
-            "round trip us": float(trip), "engine us": float(engine),
+            "round trip us": float(trip), "wire us": float(wire), "engine us": float(engine),
             "GB/s": shape[0] * shape[1] * form.item_bytes / float(engine) / 1e3,
-            "x float16": None if base is None else float(trip / base[0]),
+            "x float16": None if base is None else float(engine / base[1]),
         })  # fmt: skip
     return sorted(figures, key=lambda row: (row["d_in"] * row["d_out"], row["rows"]))
 

@@ -17,6 +17,7 @@ from gpu_worker.engines import ring_cpu
 from gpu_worker.engines.base import EngineError, LoadedWeight
 from gpu_worker.engines.ring_amx import blocks_needed
 from gpu_worker.engines.ring_cpu import KERNELS, KernelName, RingCpu, RingPanels
+from gpu_worker.engines.ring_product import FEW_ROWS
 from gpu_worker.engines.ring_weights import INT16_MAX, operand_shifts, weight_bytes
 from gpu_worker.engines.team import Team
 
@@ -267,6 +268,18 @@ def test_a_failed_self_test(
     assert ring.kernel != first
     rng = np.random.default_rng(1)
     check(ring, words(rng, 21, 45), int8(rng, 67, 45))
+
+
+def test_few_rows_use_dot_products_where_there_are_any(one: Team) -> None:
+    ring = RingCpu(one)
+    few, many = (KERNELS[int(kind)] for kind in ring.kernels[:, 0])
+    assert (few, many) == ("dots" if "dots" in AVAILABLE else AVAILABLE[0], AVAILABLE[0])
+    rng = np.random.default_rng(2)
+    for rows in (1, FEW_ROWS, FEW_ROWS + 1, 5):
+        check(ring, words(rng, rows, 130), int8(rng, 67, 130))
+    for name in AVAILABLE:
+        alone = RingCpu(one, (name,))
+        assert set(alone.kernels[:, 0].tolist()) == {KERNELS.index(name)}
 
 
 def test_no_kernel_is_an_error(one: Team, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from gpu_worker.engines.base import AnyWeight, Engine, EngineError, EngineInfo, 
 from gpu_worker.engines.memory import Arena, aligned_bytes
 from gpu_worker.engines.microkernel import LANES, padded_rows, widen_operand
 from gpu_worker.engines.ring_cpu import KERNELS, RingCpu, RingPanels
+from gpu_worker.engines.ring_weights import RingWeight
 from gpu_worker.engines.team import Team
 
 _log = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ class CpuEngine(Engine):
         if self._ring is None:
             self._ring = RingCpu(self._team, KERNELS if self._use_amx is not False else KERNELS[1:])
             _log.info("products modulo 2^32: %s", self._ring.kernel)
-        return self._ring.load(weight)
+        return self._ring.load(cast(RingWeight, weight))
 
     def _load_halves(self, weight: NDArray[Any]) -> LoadedWeight:
         d_out, d_in = weight.shape

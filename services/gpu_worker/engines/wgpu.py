@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gelo.header import OperandKind
 from gpu_worker.engines.base import AnyWeight, Engine, EngineError, EngineInfo, LoadedWeight
+from gpu_worker.engines.ring_weights import RingWeight
 from gpu_worker.engines.ring_wgpu import RingWgpu
 from gpu_worker.engines.wgpu_device import (
     AdapterSummary,
@@ -103,7 +104,7 @@ class WgpuEngine(GpuProducts[WeightState], Engine):
             return self._load_halves(weight)
         if self._ring is None:
             self._ring = RingWgpu(self._on, chunk_bytes=self._chunk_bytes)
-        return self._ring.load(weight)
+        return self._ring.load(cast(RingWeight, weight))
 
     def unload(self, weight: LoadedWeight) -> None:
         """See :meth:`GpuProducts.unload`."""

@@ -51,10 +51,7 @@ def statement_for(runtime: Runtime) -> Statement:
     return Statement(
         model_identity=runtime.model.identity,
         protection=runtime.scheme.name,
-        protection_parameters={
-            **runtime.scheme.parameters(),
-            "integrity_probes": runtime.options.integrity_probes,
-        },
+        protection_parameters=runtime.protection_parameters,
         service=SERVICE_NAME,
         software_version=version("gelo-llm"),
     )

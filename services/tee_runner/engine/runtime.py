@@ -93,10 +93,20 @@ class Runtime:
     """Runs forward passes. One thread uses it."""
 
     def __init__(self, model: LoadedModel, options: RuntimeOptions, progress: Progress | None = None) -> None:
-        """Hashes the weights and allocates the KV cache; :meth:`connect` reaches the worker."""
+        """Hashes the weights and allocates the KV cache; :meth:`connect` reaches the worker.
+
+        Raises:
+            GeloError: there is no such scheme, or it cannot protect this model as the options ask.
+        """
         self.model = model
         self.options = options
         self.scheme = scheme(options.protection)
+        widths = {spec.d_in for spec in model.weights.linears()}
+        # What clients are told of the protection.
+        self.protection_parameters = {
+            **self.scheme.parameters_for(widths, options.scheme_options),
+            "integrity_probes": options.integrity_probes,
+        }
         self.max_len = served_length(model.config, options)
         self._weights, self._linears = _read_weights(model, self.scheme, options, progress)
         # Public data that outlives a session.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, ClassVar
@@ -136,6 +136,15 @@ class Protection(ABC):
     def parameters(cls) -> dict[str, int | float | str]:
         """What a client may want to know; rides in the attestation statement."""
         return {}
+
+    @classmethod
+    def parameters_for(cls, widths: Collection[int], options: SchemeOptions) -> dict[str, int | float | str]:
+        """:meth:`parameters` of this scheme for a model whose weights have these input widths.
+
+        Raises:
+            GeloError: the scheme cannot protect rows of one of them as ``options`` ask.
+        """
+        return cls.parameters()
 
     @classmethod
     @abstractmethod

@@ -17,11 +17,14 @@ from tee_runner.protection.gelo.haar import DenseMask, Haar
 from tee_runner.protection.gelo.hd3 import Hd3, Hd3Mask
 from tee_runner.protection.plain import Plain
 from tee_runner.protection.rng import SecretKey
+from tee_runner.protection.schemes import SCHEMES
 from tee_runner.worker.transport import Transport
 
 Float64 = NDArray[np.float64]
 Float32 = NDArray[np.float32]
 
+# Those that send float16; the others are in lpn/.
+HALF_SCHEMES = {name: kind for name, kind in SCHEMES.items() if kind.rounded_results}
 GELO_SCHEMES: tuple[type[GeloProtection], ...] = (Haar, Hd3, Dct4, Auto)
 # Half a unit in the last place of float16 relative to the value, and absolute below 2⁻¹⁴.
 HALF_ROUNDING = 2.0**-11
@@ -61,6 +64,12 @@ class ExactTransport(Transport):
         if self.tamper is not None:
             self.tamper(result)
         return result
+
+    def operand_words(self, rows: int, d_in: int) -> NDArray[np.uint32]:
+        raise AssertionError("these schemes send float16")
+
+    def exchange_words(self, weight_id: int, rows: int, d_in: int, d_out: int) -> NDArray[np.uint32]:
+        raise AssertionError("these schemes send float16")
 
     def close(self) -> None:
         self.closed = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import get_args
 
@@ -129,11 +129,14 @@ def test_wrong_answers_to_words(
 @pytest.mark.parametrize("fault", INLINE)
 def test_wrong_lengths_over_grpc(worker: FakeWorker, fault: AnswerFault) -> None:
     worker.fault = fault
-    for use in (offload, offload_words):
+    uses: tuple[Callable[[Transport], object], ...] = (
+        lambda transport: offload(transport, integers(9, 3, 40)),
+        lambda transport: offload_words(transport, words(9, 3, 40)),
+    )
+    for use in uses:
         transport = connect(worker, "grpc")
-        operand = (integers if use is offload else words)(9, 3, 40)
         with pytest.raises(WorkerProtocolError, match=r"length|header"):
-            use(transport, operand)  # type: ignore[operator]
+            use(transport)
         transport.close()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -115,6 +115,11 @@ class RingProtection(Protection):
     def wire_weight(cls, weight: NDArray[np.float16], options: SchemeOptions) -> NDArray[Any]:
         """See :meth:`Protection.wire_weight`."""
         return quantise(weight, wide=options.lpn.wide_weights).values
+
+    @classmethod
+    def parameters_for(cls, widths: Collection[int], options: SchemeOptions) -> dict[str, int | float | str]:
+        """See :meth:`Protection.parameters_for`: the bytes of a weight's value."""
+        return {"weight_bytes": 2 if options.lpn.wide_weights else 1}
 
     @classmethod
     def operand_rows(cls, counts: Sequence[int]) -> int:

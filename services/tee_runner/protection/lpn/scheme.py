@@ -8,15 +8,16 @@ is public and made once. See docs/lpn.md.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Collection, Sequence
 from typing import ClassVar
 
 from tee_runner.errors import UnsupportedModelError
-from tee_runner.protection.base import Linear, MaskOptions
+from tee_runner.protection.base import Linear, MaskOptions, SchemeOptions
 from tee_runner.protection.lpn import parameters as lpn_parameters
 from tee_runner.protection.lpn.bank import Bank, Blinding, Source, Tools
-from tee_runner.protection.lpn.matrix import public_matrix
+from tee_runner.protection.lpn.matrix import SEED, public_matrix
 from tee_runner.protection.lpn.options import LpnOptions
 from tee_runner.protection.lpn.parameters import LpnParameters
 from tee_runner.protection.lpn.pool import CHUNK_ROWS, PoolCache, provide_pool
@@ -50,6 +51,22 @@ class Lpn(RingProtection):
         self._order: list[Bank] = []
         self._idle_at = 0
         self._paying: Bank | None = None
+
+    @classmethod
+    def parameters_for(cls, widths: Collection[int], options: SchemeOptions) -> dict[str, int | float | str]:
+        """See :meth:`Protection.parameters_for`: seed, the least level, and (k, w_f, w_e) by width.
+
+        Raises:
+            UnsupportedModelError: a width cannot reach the level asked for.
+        """
+        chosen = [parameters_for(d, options.lpn) for d in sorted(set(widths))]
+        return {
+            **super().parameters_for(widths, options),
+            "matrix_seed": SEED,
+            # Rounded down: never more than there is.
+            "security_bits": math.floor(10 * min(p.bits for p in chosen)) / 10,
+            **{f"width_{p.d}": f"k {p.k}, w_f {p.w_f}, w_e {p.w_e}" for p in chosen},
+        }
 
     @property
     def tools(self) -> Tools:

@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tee_runner.errors import IntegrityError
+from tee_runner.errors import IntegrityError, UnsupportedModelError
 from tee_runner.protection.base import SchemeOptions
+from tee_runner.protection.lpn import parameters
+from tee_runner.protection.lpn.matrix import SEED
 from tee_runner.protection.lpn.options import LpnOptions
+from tee_runner.protection.lpn.parameters import LpnParameters
 from tee_runner.protection.lpn.quantise import quantise
 from tee_runner.protection.lpn.ring import PlainInt8, RingStore
 from tee_runner.protection.lpn.scheme import Lpn
@@ -222,3 +225,31 @@ def test_work_that_cannot_be_done_without_values_is_refused() -> None:
 def test_the_control_warns() -> None:
     assert "clear" in PlainInt8.warning
     assert not Lpn.warning
+
+
+def test_clients_are_told_the_parameters_and_the_least_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    levels = {40: 131.27, 70: 129.99}
+
+    def choose(d: int, *, min_bits: float, bytes_per_parameter: float) -> LpnParameters:
+        assert (min_bits, bytes_per_parameter) == (128.0, 7.5)
+        return LpnParameters(d=d, k=d + 1, w_f=3, w_e=4, bits=levels[d])
+
+    monkeypatch.setattr(parameters, "choose", choose)
+    options = SchemeOptions(lpn=LpnOptions(bytes_per_parameter=7.5))
+    assert Lpn.parameters_for([40, 70, 40], options) == {
+        "weight_bytes": 1,
+        "matrix_seed": SEED,
+        "security_bits": 129.9,
+        "width_40": "k 41, w_f 3, w_e 4",
+        "width_70": "k 71, w_f 3, w_e 4",
+    }
+    assert PlainInt8.parameters_for([40], options) == {"weight_bytes": 1}
+
+
+def test_a_level_out_of_reach_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(d: int, *, min_bits: float, bytes_per_parameter: float) -> LpnParameters:
+        raise ValueError("not enough memory")
+
+    monkeypatch.setattr(parameters, "choose", choose)
+    with pytest.raises(UnsupportedModelError, match="rows of 40 values: not enough memory"):
+        Lpn.parameters_for([40], SchemeOptions())
