@@ -74,12 +74,12 @@ class Checkpoint:
         """The stored bytes of tensor ``name`` (little-endian, row-major), as a view of the map."""
         return self._file(name).raw(name)
 
-    def release(self, name: str) -> None:
-        """Let go of the memory behind tensor ``name``, which stays readable.
+    def release(self, name: str, start: int = 0, stop: int | None = None) -> None:
+        """Let go of the memory behind bytes ``start`` to ``stop`` of tensor ``name``, which stay readable.
 
         Not for tables that tokens index: what is fetched again would show in the disk's accesses.
         """
-        self._file(name).release(name)
+        self._file(name).release(name, start, stop)
 
     def _file(self, name: str) -> SafetensorsFile:
         file = self._home.get(name)

@@ -40,8 +40,8 @@ class Tensors(Protocol):
     def raw(self, name: str) -> memoryview:
         """The stored bytes of tensor ``name``."""
 
-    def release(self, name: str) -> None:
-        """Let go of the memory behind tensor ``name``, which stays readable."""
+    def release(self, name: str, start: int = 0, stop: int | None = None) -> None:
+        """Let go of the memory behind bytes of tensor ``name``, which stay readable."""
 
 
 class _TextPart:
@@ -69,8 +69,8 @@ class _TextPart:
     def raw(self, name: str) -> memoryview:
         return self._whole.raw(self._names.get(name, name))
 
-    def release(self, name: str) -> None:
-        self._whole.release(self._names.get(name, name))
+    def release(self, name: str, start: int = 0, stop: int | None = None) -> None:
+        self._whole.release(self._names.get(name, name), start, stop)
 
 
 def text_part(checkpoint: Tensors) -> Tensors:

@@ -133,13 +133,18 @@ class SafetensorsFile:
         count = math.prod(entry.shape)
         return np.frombuffer(self._map, dtype, count=count, offset=entry.offset).reshape(entry.shape)
 
-    def release(self, name: str) -> None:
-        """Let go of the memory behind tensor ``name``: reading it again fetches it from the file."""
+    def release(self, name: str, start: int = 0, stop: int | None = None) -> None:
+        """Let go of the memory behind bytes ``start`` to ``stop`` of tensor ``name``.
+
+        They stay readable: reading them again fetches them from the file.
+        """
         entry = self.entries[name]
-        start = -(-entry.offset // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = (entry.offset + entry.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
+        end = entry.offset + (entry.nbytes if stop is None else min(stop, entry.nbytes))
+        # Whole pages only, the last one of the range left for the next.
+        first = (entry.offset + start) // mmap.PAGESIZE * mmap.PAGESIZE
+        length = end // mmap.PAGESIZE * mmap.PAGESIZE - first
         if length > 0 and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED, start, length)
+            self._map.madvise(mmap.MADV_DONTNEED, first, length)
 
 
 @dataclass(frozen=True, slots=True)

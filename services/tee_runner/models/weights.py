@@ -42,6 +42,8 @@ _SHARED_KV: Final = re.compile(
 )
 
 _COMPARE_BYTES: Final = 1 << 24
+# Read at a time from a weight that passes through.
+_LOAD_BYTES: Final = 1 << 24
 
 
 def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -241,10 +243,13 @@ def _linear(checkpoint: Tensors, name: str, d_in: int, tensors: list[str]) -> Li
         row = 0
         for tensor in tensors:
             part = checkpoint.array(tensor)
-            to_float16(part, name=tensor, out=weight[row : row + len(part)])
-            row += len(part)
-            if tensor != EMBEDDING:  # whose rows tokens pick: they must not be fetched one by one
-                checkpoint.release(tensor)
+            step = max(1, _LOAD_BYTES // part[0].nbytes)
+            for start in range(0, len(part), step):
+                block = part[start : start + step]
+                to_float16(block, name=tensor, out=weight[row : row + len(block)])
+                row += len(block)
+                if tensor != EMBEDDING:  # whose rows tokens pick: they must not be fetched one by one
+                    checkpoint.release(tensor, start * part[0].nbytes, (start + step) * part[0].nbytes)
         return weight
 
     return LinearSpec(name=name, d_in=d_in, d_out=d_out, load=load)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from tee_runner.decoder.config import RopeConfig, YarnRopeScaling
 from tee_runner.decoder.rope import inverse_frequencies, rope_tables
 from tee_runner.errors import ModelError
 from tee_runner.models import parse_config
+
+from . import small_models
 
 SINGLE_ROUNDING = 2.0**-24
 PUBLISHED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -113,3 +116,26 @@ def test_every_option(
 def test_malformed_values_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ModelError, match=named):
         parse_config(qwen3({**PUBLISHED, **changes}))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_logits_beyond_the_original_context(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config_class, model_class, overrides = small_models.FAMILIES[family]
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 8.0,
+    }
+    entry = (config_class, model_class, {**overrides, "rope_parameters": rope})
+    monkeypatch.setitem(small_models.FAMILIES, "yarn", entry)
+    model = small_models.make("yarn", small_models.STRONG, tmp_path)
+    assert isinstance(model.ours.config.rope.scaling, YarnRopeScaling)
+    tokens = small_models.tokens_of(5, 110)
+    cache = model.cache(1)
+    batch = small_models.batch_of([(cache.take(), tokens, len(tokens))])
+    logits = model.decoder().forward(batch, cache, model.session())
+    assert small_models.distance(logits, model.reference(tokens)) < 1e-4
