@@ -9,6 +9,9 @@ from pathlib import Path
 # matrices: more threads of OpenBLAS or torch only wait for each other, busily. numba's stay as they are.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A test process of several is told a width of 80, which rich's consoles keep from when they are made.
+os.environ.pop("COLUMNS", None)
+os.environ.pop("LINES", None)
 
 import pytest
 
