@@ -169,8 +169,8 @@ def _estimate(d: int, k: int, w_f: int | None, w_e: int, targets: float, *, ever
 class QuickLevel:
     """A guess at :func:`security_bits` for many weights of one (d, k), each in milliseconds, for searches.
 
-    The least of counting and early-abort BJMM, followed from the best attacks on the weights it
-    was anchored at, less what any other attack was below that at the last anchor.
+    The least of counting, statistical decoding and early-abort BJMM, followed from the best attacks
+    on the weights it was anchored at, less what any other attack was below that at the last anchor.
     """
 
     def __init__(self, d: int, k: int) -> None:
@@ -188,10 +188,12 @@ class QuickLevel:
         return full
 
     def __call__(self, w_f: int, w_e: int) -> float:
+        decoding = instance(self.d, self.k, w_f, w_e)
         bits = _SUBSET_SUM * _supports(self.d, self.k, w_f, w_e)
         for i, known in enumerate(self.known):
-            found = follow(instance(self.d, self.k, w_f, w_e), known)
+            found = follow(decoding, known)
             if found.bits < IMPOSSIBLE:
                 self.known[i] = found
             bits = min(bits, found.bits)
+        bits = min(bits, statistical_decoding(decoding).bits)
         return bits - log2(TARGETS) / 2 - self.gap
