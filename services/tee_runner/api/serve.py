@@ -18,11 +18,11 @@ from attestation.statement import SECURITY_BITS, Statement
 from tee_runner.api.app import create_app
 from tee_runner.api.errors import without_values
 from tee_runner.api.metrics import serve_metrics
-from tee_runner.engine.runtime import Progress, Runtime, RuntimeOptions
+from tee_runner.engine.runtime import Runtime, RuntimeOptions
 from tee_runner.engine.scheduler import Scheduler
 from tee_runner.engine.warm_up import warm_up
 from tee_runner.models.loader import LoadedModel
-from tee_runner.protection.base import Protection
+from tee_runner.protection.base import Progress, Protection
 
 log = logging.getLogger(__name__)
 

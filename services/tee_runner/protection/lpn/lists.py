@@ -165,14 +165,15 @@ class _Search:
         """K_1 where both parts have the same rate of errors outside the draw, moved by ``fraction``."""
         (n1, n2), (w1, w2) = self.lengths, self.weights
         if not self.two_parts:
-            return np.broadcast_to(K, p1.shape).astype(np.int64)
+            return np.full(p1.shape, K, dtype=np.int64)
         rest1, rest2 = np.full(p1.shape, float(w1)), np.full(p1.shape, float(w2))
         if not self.mixed:
             rest1, rest2 = np.maximum(w1 - 2 * p1, 0.5), np.maximum(w2 - 2 * p2, 0.5)
         low, high = np.maximum(0, K - n2), np.minimum(n1, K)
         even = np.clip(n1 - (self.n - K) * rest1 / (rest1 + rest2), low, high)
         moved = even + fraction * np.where(fraction < 0, even - low, high - even)
-        return np.rint(moved).astype(np.int64)
+        drawn: Ints = np.rint(moved).astype(np.int64)
+        return drawn
 
     def counts(self) -> Ints:
         """The (p1, p2, e1, e2) worth the full grid, ``(m, 4)``: the best at its coarsest."""
