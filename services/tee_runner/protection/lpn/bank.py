@@ -10,6 +10,7 @@ go into memory shared by all weights.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numba
@@ -249,6 +250,11 @@ class Bank:
             self._finish()
 
     @property
+    def nbytes(self) -> int:
+        """Memory of the rows."""
+        return self._r.nbytes + self._R.nbytes
+
+    @property
     def low(self) -> bool:
         """Whether the next sweep is due."""
         return self.ready < TILE_ROWS
@@ -320,8 +326,8 @@ class Banks:
         self._rows = 0
         self._idle_at = 0
 
-    def __getitem__(self, weight_id: int) -> Bank:
-        return self._banks[weight_id]
+    def __iter__(self) -> Iterator[Bank]:
+        return iter(self._banks.values())
 
     def add(self, weight_id: int, bank: Bank) -> None:
         """Have a bank."""
@@ -335,7 +341,7 @@ class Banks:
     def end_pass(self) -> None:
         """Do as much of the sweeps that are due as keeps up with passes like this one; none for a prompt."""
         rows, self._rows = self._rows, 0
-        low = sorted((bank for bank in self._banks.values() if bank.low), key=lambda bank: bank.ready)
+        low = sorted((bank for bank in self if bank.low), key=lambda bank: bank.ready)
         if not low or not 0 < rows <= _DECODE_ROWS:
             return
         rows_left = max(rows, low[0].ready - _SPARE_ROWS)
@@ -355,6 +361,6 @@ class Banks:
 
     def wipe(self) -> None:
         """Overwrite everything."""
-        for bank in self._banks.values():
+        for bank in self:
             bank.wipe()
         self._banks.clear()

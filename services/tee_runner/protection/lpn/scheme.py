@@ -90,9 +90,13 @@ class Lpn(RingProtection):
             done += 4 * parameters.k * linear.d_out
             self.progress("pools", done, total)
         log.info(
-            "pools: %d MB in %.1f s, %d of %d from disk", total // 1_000_000, time.perf_counter() - begin,
-            cache.hits, len(weights),
-        )  # fmt: skip
+            "pools: %d MB in %.1f s, %d of %d from disk; blinding made ahead: %d MB",
+            total // 1_000_000,
+            time.perf_counter() - begin,
+            cache.hits,
+            len(weights),
+            sum(bank.nbytes for bank in self.banks) // 1_000_000,
+        )
 
     def masks_for(self, weight: Linear, rows: int) -> list[Blinding]:
         """See :meth:`RingProtection.masks_for`."""

@@ -89,7 +89,7 @@ def test_a_dry_bank_gives_the_same_results() -> None:
     while warm.idle():
         pass
     assert isinstance(warm, Lpn)
-    assert all(bank.ready == 128 for bank in warm.banks._banks.values())
+    assert all(bank.ready == 192 for bank in warm.banks._banks.values())
     for a, b in zip(passes(dry, steps), passes(warm, steps), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -205,7 +205,7 @@ def test_progress_is_shown() -> None:
 
 
 def test_opening_takes_the_options() -> None:
-    options = SchemeOptions(lpn=LpnOptions(wide_weights=True, bank_rows=192))
+    options = SchemeOptions(lpn=LpnOptions(wide_weights=True, bank_rows=256))
     for scheme in (Lpn, PlainInt8):
         protection = scheme.open(transport_for(*WEIGHTS), options, scheme.new_store())
         assert isinstance(protection, scheme)
