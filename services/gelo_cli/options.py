@@ -132,6 +132,15 @@ LpnMemoryOption = Annotated[
         "--lpn-memory", help="lpn: bytes of runner memory per model parameter. More makes it faster.", min=1.5
     ),
 ]
+LpnBitsOption = Annotated[
+    float,
+    typer.Option(
+        "--lpn-bits",
+        help="lpn: security level to reach, log2 of operations. Clients refuse less than 128.",
+        min=40,
+        max=256,
+    ),
+]
 LpnWeightsOption = Annotated[
     LpnWeightsChoice,
     typer.Option("--lpn-weights", help="lpn: int16 is near-lossless, and slower at the worker."),

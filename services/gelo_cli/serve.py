@@ -17,6 +17,7 @@ from gelo_cli.options import (
     KvChoice,
     KvOption,
     LogOption,
+    LpnBitsOption,
     LpnMemoryOption,
     LpnPoolsOption,
     LpnWeightsChoice,
@@ -32,7 +33,7 @@ from gelo_cli.options import (
     TransportOption,
 )
 from gelo_cli.processes import report_ready
-from tee_runner.protection.lpn.options import DEFAULT_MEMORY
+from tee_runner.protection.lpn.options import DEFAULT_MEMORY, DEFAULT_MIN_BITS
 
 if TYPE_CHECKING:
     from attestation.providers.select import EvidenceKind
@@ -62,6 +63,7 @@ def serve(
     mask_per_offload: FreshMaskOption = False,
     oblivious_embedding: ObliviousOption = False,
     lpn_memory: LpnMemoryOption = DEFAULT_MEMORY,
+    lpn_bits: LpnBitsOption = DEFAULT_MIN_BITS,
     lpn_weights: LpnWeightsOption = LpnWeightsChoice.INT8,
     lpn_pools: LpnPoolsOption = None,
     evidence: EvidenceOption = EvidenceChoice.AUTO,
@@ -106,6 +108,7 @@ def serve(
             integrity_probes=DEFAULT_PROBES if integrity else 0,
             lpn=LpnOptions(
                 bytes_per_parameter=lpn_memory,
+                min_bits=lpn_bits,
                 wide_weights=lpn_weights is LpnWeightsChoice.INT16,
                 pool_directory=lpn_pools,
             ),

@@ -67,7 +67,7 @@ def test_generate_streams_a_verified_answer(url: str) -> None:
     assert result.returncode == 0, result.stderr
     assert "Paris" in result.stdout
     assert "SIMULATED" in result.stderr
-    assert "gelo-hd3" in result.stderr
+    assert "PROTECTION gelo-hd3 ACCEPTED" in result.stderr
     assert "TTFT" in result.stderr
 
 

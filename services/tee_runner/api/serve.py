@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 
 import uvicorn
 
 from attestation.evidence import EvidenceProvider
+from attestation.policy import DEFAULT_SECURITY_BITS
 from attestation.ratls import ServerIdentity
 from attestation.server import ratls_protocol
-from attestation.statement import Statement
+from attestation.statement import SECURITY_BITS, Statement
 from tee_runner.api.app import create_app
 from tee_runner.api.errors import without_values
 from tee_runner.api.metrics import serve_metrics
-from tee_runner.engine.runtime import Progress, Runtime, RuntimeOptions
+from tee_runner.engine.runtime import Runtime, RuntimeOptions
 from tee_runner.engine.scheduler import Scheduler
 from tee_runner.engine.warm_up import warm_up
 from tee_runner.models.loader import LoadedModel
+from tee_runner.protection.base import Progress, Protection
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,22 @@ def statement_for(runtime: Runtime) -> Statement:
     )
 
 
+def report_protection(scheme: type[Protection], parameters: Mapping[str, int | float | str]) -> None:
+    """Log what the operands are protected by, and what the operator must know of it."""
+    bits = parameters.get(SECURITY_BITS)
+    level = "" if bits is None else f", {bits} bits against known attacks"
+    log.info("protection: %s%s", scheme.name, level)
+    for name, value in sorted(parameters.items()):
+        log.debug("protection: %s = %s", name, value)
+    if scheme.warning:
+        log.warning("%s", scheme.warning)
+    if isinstance(bits, int | float) and bits < DEFAULT_SECURITY_BITS:
+        log.warning(
+            "%s has %s bits: clients refuse less than %d unless their policy says otherwise",
+            scheme.name, bits, DEFAULT_SECURITY_BITS,
+        )  # fmt: skip
+
+
 def serve(
     model: LoadedModel,
     runtime_options: RuntimeOptions,
@@ -78,8 +96,7 @@ def serve(
     try:
         runtime.connect(progress)
         warm_up(runtime, progress)
-        if runtime.scheme.warning:
-            log.warning("%s", runtime.scheme.warning)
+        report_protection(runtime.scheme, runtime.protection_parameters)
         identity = ServerIdentity(provider, statement_for(runtime))
         listener = _listen(options.host, options.port)
         metrics = options.metrics_port

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from tee_runner.decoder.forward import RaggedBatch
-from tee_runner.engine.runtime import Progress, Runtime
+from tee_runner.engine.runtime import Runtime
+from tee_runner.protection.base import Progress
 
 # Prompt lengths on both sides of the kernels' serial and parallel forms, then one decode step.
 _PROMPTS = (2, 120)

@@ -1,13 +1,16 @@
 """Blinding made ahead: rows r = e + f·G and R = r·Wᵀ, ready to be used once.
 
-A bank is a ring of rows of one weight, filled 64 at a time by a sweep. When it runs low, each row that
-is used pays for 1/64 of the next sweep, so that a long answer has no token that waits for a
-whole one; while nothing runs, all banks are filled. What a long prompt needs beyond its bank is swept
-in one go into memory shared by all weights.
+A bank is a ring of rows of one weight, filled 64 at a time by a sweep. While nothing runs, all banks
+are filled. Once they run low, a part of the sweeps that are due is done at the end of each pass, the
+emptiest bank's first, so that they are spread over the tokens of a long answer and the worker, which
+may share the processor, is not disturbed. What a long prompt needs beyond its bank is swept in one
+go into memory shared by all weights.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numba
@@ -18,10 +21,15 @@ from tee_runner.protection.lpn.layout import LANES, TILE_ROWS, pages, panels_of
 from tee_runner.protection.lpn.parameters import LpnParameters
 from tee_runner.protection.lpn.pool import RingWeight
 from tee_runner.protection.lpn.slots import SlotDraw, SlotPlan
-from tee_runner.protection.lpn.sweep_kernels import sweep, sweep_serial
+from tee_runner.protection.lpn.sweep_kernels import sweep
 from tee_runner.protection.rng import SecretStream
 
 UInt32 = NDArray[np.uint32]
+
+# A pass with more rows of a sequence than this is a prompt's.
+_DECODE_ROWS = 32
+# Rows that should be left when the sweeps that are due are done.
+_SPARE_ROWS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +40,32 @@ class Blinding:
     R: UInt32
     first: int
     count: int
+
+
+@dataclass(slots=True)
+class Slots:
+    """The secrets of some tiles, laid out for one sweep."""
+
+    f_places: UInt32
+    f_values: UInt32
+    e_places: UInt32
+    e_values: UInt32
+
+    @classmethod
+    def empty(cls, tiles: int, f: SlotPlan, e: SlotPlan) -> Slots:
+        """All zero."""
+        first, second = (tiles, f.groups, f.quota), (tiles, e.groups, e.quota)
+        return cls(
+            pages(first, np.uint32),
+            pages(first, np.uint32),
+            pages(second, np.uint32),
+            pages(second, np.uint32),
+        )
+
+    def wipe(self) -> None:
+        """Overwrite them."""
+        for array in (self.f_places, self.f_values, self.e_places, self.e_values):
+            array.fill(0)
 
 
 class Source:
@@ -64,6 +98,7 @@ class Tools:
         # Rows of long prompts, for one offload at a time.
         self._burst: list[UInt32] = [pages((0,), np.uint32), pages((0,), np.uint32)]
         self.tiles: UInt32 = pages((numba.get_num_threads(), TILE_ROWS, LANES), np.uint32)
+        self._slots: dict[tuple[int, SlotPlan, SlotPlan], list[Slots]] = {}
         self.sweeps = 0
         self.repeated = 0
 
@@ -72,6 +107,16 @@ class Tools:
         if plan not in self._draws:
             self._draws[plan] = SlotDraw(plan)
         return self._draws[plan]
+
+    def slots(self, tiles: int, f: SlotPlan, e: SlotPlan) -> Slots:
+        """Zero slots for ``tiles`` tiles; to be given back with :meth:`recycle`."""
+        spare = self._slots.setdefault((tiles, f, e), [])
+        return spare.pop() if spare else Slots.empty(tiles, f, e)
+
+    def recycle(self, slots: Slots, f: SlotPlan, e: SlotPlan) -> None:
+        """Overwrite and keep slots for another sweep."""
+        slots.wipe()
+        self._slots[len(slots.f_places), f, e].append(slots)
 
     def burst(self, widths: tuple[int, int], rows: int) -> tuple[UInt32, UInt32]:
         """Memory for ``rows`` rows of r and R of these widths, valid until the next call."""
@@ -92,30 +137,11 @@ class Tools:
         self.tiles.fill(0)
         self.stream.ratchet()
 
-
-@dataclass(slots=True)
-class _Slots:
-    """The secrets of some tiles, laid out for one sweep."""
-
-    f_places: UInt32
-    f_values: UInt32
-    e_places: UInt32
-    e_values: UInt32
-
-    @classmethod
-    def empty(cls, tiles: int, f: SlotPlan, e: SlotPlan) -> _Slots:
-        """All zero."""
-        first, second = (tiles, f.groups, f.quota), (tiles, e.groups, e.quota)
-        return cls(
-            pages(first, np.uint32),
-            pages(first, np.uint32),
-            pages(second, np.uint32),
-            pages(second, np.uint32),
-        )
-
-    def wipe(self) -> None:
-        for array in (self.f_places, self.f_values, self.e_places, self.e_values):
-            array.fill(0)
+    def close(self) -> None:
+        """:meth:`wipe`, and what an interrupted offload may have left."""
+        self.wipe()
+        for memory in self._burst:
+            memory.fill(0)
 
 
 class Sweep:
@@ -128,16 +154,16 @@ class Sweep:
         self._next = 0
         plans = source.f.plan, source.e.plan
         tiles = len(r) // TILE_ROWS
-        self._slots = _Slots.empty(tiles, *plans)
+        self._slots = source.tools.slots(tiles, *plans)
         # What did not fit the quotas, by tile: hardly ever anything.
-        self._rest: list[tuple[int, _Slots]] = []
+        self._rest: list[tuple[int, Slots]] = []
         stream = source.tools.stream
         for tile in range(tiles):
             source.f.draw(stream)
             source.e.draw(stream)
             needed = _lay_out(source, 0, self._slots, tile)
             for number in range(1, needed):
-                more = _Slots.empty(1, *plans)
+                more = source.tools.slots(1, *plans)
                 _lay_out(source, number, more, 0)
                 self._rest.append((tile, more))
         source.tools.sweeps += 1
@@ -150,28 +176,25 @@ class Sweep:
         return self._source.panels - self._next
 
     def run(self, panels: int | None = None) -> bool:
-        """Sweep the next ``panels`` column panels, on this thread alone, or all on all threads.
+        """Sweep the next ``panels`` column panels, or all. True when the rows are ready.
 
-        True when the rows are ready; the secrets are overwritten then.
+        The secrets are overwritten then.
         """
         source = self._source
         first = self._next
         last = self._next = source.panels if panels is None else min(source.panels, first + panels)
-        kernel = sweep if panels is None else sweep_serial
-        self._sweep(kernel, first, last, self._slots, self._r, self._R, again=False)
+        self._sweep(first, last, self._slots, self._r, self._R, again=False)
         for tile, slots in self._rest:
             rows = slice(tile * TILE_ROWS, (tile + 1) * TILE_ROWS)
-            self._sweep(kernel, first, last, slots, self._r[rows], self._R[rows], again=True)
+            self._sweep(first, last, slots, self._r[rows], self._R[rows], again=True)
         if last < source.panels:
             return False
         self.wipe()
         return True
 
-    def _sweep(
-        self, kernel: object, first: int, last: int, slots: _Slots, r: UInt32, R: UInt32, *, again: bool
-    ) -> None:
+    def _sweep(self, first: int, last: int, slots: Slots, r: UInt32, R: UInt32, *, again: bool) -> None:
         source = self._source
-        kernel(  # type: ignore[operator]
+        sweep(
             first, last, source.matrix, source.pool, source.weight.panels, source.f.plan.group,
             slots.f_places, slots.f_values, source.e.plan.group, slots.e_places, slots.e_values,
             source.tools.tiles, r, R, again,
@@ -179,13 +202,13 @@ class Sweep:
 
     def wipe(self) -> None:
         """Overwrite the secrets."""
-        self._slots.wipe()
-        for _, slots in self._rest:
-            slots.wipe()
+        plans = self._source.f.plan, self._source.e.plan
+        for slots in (self._slots, *(rest for _, rest in self._rest)):
+            self._source.tools.recycle(slots, *plans)
         self._rest.clear()
 
 
-def _lay_out(source: Source, number: int, slots: _Slots, tile: int) -> int:
+def _lay_out(source: Source, number: int, slots: Slots, tile: int) -> int:
     f = source.f.lay_out(number, slots.f_places[tile], slots.f_values[tile])
     e = source.e.lay_out(number, slots.e_places[tile], slots.e_values[tile])
     return max(f, e)
@@ -207,8 +230,6 @@ class Bank:
         self._r, self._R = (pages((capacity, width), np.uint32) for width in source.widths)
         # Rows taken and rows filled since the start; a place of the ring is one modulo the capacity.
         self._taken = self._filled = 0
-        # Rows taken last, which may still be in use.
-        self._held = 0
         self._sweep: Sweep | None = None
         self._sweeping = 0
 
@@ -220,7 +241,7 @@ class Bank:
     @property
     def room(self) -> int:
         """Rows that can be filled, a multiple of 64."""
-        return (self._capacity - self.ready - self._held) // TILE_ROWS * TILE_ROWS
+        return (self._capacity - self.ready) // TILE_ROWS * TILE_ROWS
 
     def fill(self, rows: int = 0) -> None:
         """Finish the sweep in progress, or sweep ``rows`` rows, all that there is room for if 0."""
@@ -228,30 +249,39 @@ class Bank:
         if self._sweep is not None and self._sweep.run():
             self._finish()
 
-    def advance(self, panels: int) -> bool:
-        """Sweep at most ``panels`` column panels; False if there is no room for more rows."""
+    @property
+    def nbytes(self) -> int:
+        """Memory of the rows."""
+        return self._r.nbytes + self._R.nbytes
+
+    @property
+    def low(self) -> bool:
+        """Whether the next sweep is due."""
+        return self.ready < TILE_ROWS
+
+    @property
+    def panels_due(self) -> int:
+        """Column panels to sweep until there are 64 more rows."""
+        return self._source.panels if self._sweep is None else self._sweep.panels_left
+
+    def advance(self, panels: int) -> int:
+        """Sweep at most ``panels`` column panels; how many it were, 0 if there is no room for more rows."""
         self._begin(TILE_ROWS)
         if self._sweep is None:
-            return False
+            return 0
+        panels = min(panels, self._sweep.panels_left)
         if self._sweep.run(panels):
             self._finish()
-        return True
-
-    def pay(self) -> None:
-        """Sweep what the rows taken last owe, if the bank is low: 1/64 of a sweep each."""
-        if self.ready < TILE_ROWS and self._held < TILE_ROWS:
-            self.advance(-(-self._source.panels * self._held // TILE_ROWS))
+        return panels
 
     def take(self, n: int) -> list[Blinding]:
-        """``n`` rows, never to be given again; valid until the next take, or :meth:`release`."""
+        """``n`` rows, never to be given again; valid until any bank is next asked for something."""
         taken: list[Blinding] = []
-        self._held = 0
         if n > self.ready and n >= TILE_ROWS:
             taken.append(self._swept(n // TILE_ROWS * TILE_ROWS))
             n %= TILE_ROWS
         if n > self.ready:
             self.fill(TILE_ROWS)
-        self._held = n
         while n:
             first = self._taken % self._capacity
             count = min(n, self._capacity - first)
@@ -259,10 +289,6 @@ class Bank:
             n -= count
             taken.append(Blinding(self._r, self._R, first, count))
         return taken
-
-    def release(self) -> None:
-        """The rows taken last are used up and overwritten."""
-        self._held = 0
 
     def _swept(self, rows: int) -> Blinding:
         r, R = self._source.tools.burst(self._source.widths, rows)
@@ -276,7 +302,7 @@ class Bank:
             self._sweep = None
         self._r.fill(0)
         self._R.fill(0)
-        self._taken = self._filled = self._held = 0
+        self._taken = self._filled = 0
 
     def _begin(self, rows: int) -> None:
         if self._sweep is not None or not self.room:
@@ -289,3 +315,52 @@ class Bank:
     def _finish(self) -> None:
         self._filled += self._sweeping
         self._sweep = None
+
+
+class Banks:
+    """The banks of a session, by weight."""
+
+    def __init__(self) -> None:
+        self._banks: dict[int, Bank] = {}
+        # The most rows that a weight took in this pass.
+        self._rows = 0
+        self._idle_at = 0
+
+    def __iter__(self) -> Iterator[Bank]:
+        return iter(self._banks.values())
+
+    def add(self, weight_id: int, bank: Bank) -> None:
+        """Have a bank."""
+        self._banks[weight_id] = bank
+
+    def take(self, weight_id: int, rows: int) -> list[Blinding]:
+        """See :meth:`Bank.take`."""
+        self._rows = max(self._rows, rows)
+        return self._banks[weight_id].take(rows)
+
+    def end_pass(self) -> None:
+        """Do as much of the sweeps that are due as keeps up with passes like this one; none for a prompt."""
+        rows, self._rows = self._rows, 0
+        low = sorted((bank for bank in self if bank.low), key=lambda bank: bank.ready)
+        if not low or not 0 < rows <= _DECODE_ROWS:
+            return
+        rows_left = max(rows, low[0].ready - _SPARE_ROWS)
+        panels = math.ceil(rows * sum(bank.panels_due for bank in low) / rows_left)
+        for bank in low:
+            while panels and bank.low:
+                panels -= bank.advance(panels)
+
+    def idle(self, panels: int) -> bool:
+        """Sweep at most ``panels`` column panels where there is room; False when all banks are full."""
+        banks = list(self._banks.values())
+        for _ in banks:
+            if banks[self._idle_at].advance(panels):
+                return True
+            self._idle_at = (self._idle_at + 1) % len(banks)
+        return False
+
+    def wipe(self) -> None:
+        """Overwrite everything."""
+        for bank in self:
+            bank.wipe()
+        self._banks.clear()

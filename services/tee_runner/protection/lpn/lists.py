@@ -165,14 +165,15 @@ class _Search:
         """K_1 where both parts have the same rate of errors outside the draw, moved by ``fraction``."""
         (n1, n2), (w1, w2) = self.lengths, self.weights
         if not self.two_parts:
-            return np.broadcast_to(K, p1.shape).astype(np.int64)
+            return np.full(p1.shape, K, dtype=np.int64)
         rest1, rest2 = np.full(p1.shape, float(w1)), np.full(p1.shape, float(w2))
         if not self.mixed:
             rest1, rest2 = np.maximum(w1 - 2 * p1, 0.5), np.maximum(w2 - 2 * p2, 0.5)
         low, high = np.maximum(0, K - n2), np.minimum(n1, K)
         even = np.clip(n1 - (self.n - K) * rest1 / (rest1 + rest2), low, high)
         moved = even + fraction * np.where(fraction < 0, even - low, high - even)
-        return np.rint(moved).astype(np.int64)
+        drawn: Ints = np.rint(moved).astype(np.int64)
+        return drawn
 
     def counts(self) -> Ints:
         """The (p1, p2, e1, e2) worth the full grid, ``(m, 4)``: the best at its coarsest."""
@@ -251,10 +252,11 @@ class _Search:
         return self.found(best, point)
 
     def descend(self, value: float, point: Ints) -> tuple[float, Ints]:
-        """Follows the best neighbour until none is better."""
+        """Follows the best neighbour until none is better: with these errors first, then with any."""
         split = self.two_parts and not self.mixed
-        for span in (64, 16, 4, 1):
-            offsets = _offsets(split, self.kind == "bjmm", self.two_parts, self.kind != "stern", span)
+        for errors, span in ((False, 64), (False, 16), (False, 4), (False, 1), (True, 1)):
+            moves = (errors, errors and split, errors and self.kind == "bjmm")
+            offsets = _offsets(*moves, self.two_parts, self.kind != "stern", span)
             while True:
                 around = point + offsets
                 found = self.cost(around)
@@ -273,17 +275,14 @@ def _distinct(rows: Ints, most: int) -> Ints:
 
 
 @lru_cache(maxsize=64)
-def _offsets(split: bool, added: bool, two_parts: bool, extended: bool, span: int) -> Ints:
-    """Neighbours of a point: one error more or less of each kind, windows and K_1 to match.
+def _offsets(first: bool, second: bool, added: bool, two_parts: bool, extended: bool, span: int) -> Ints:
+    """Neighbours of a point: one error more or less of the given kinds, windows and K_1 to match.
 
     In a one-part instance K_1 is K, which moves with the window if that is ``extended``.
     """
-    one = (-1, 0, 1)
-    errors = (one, one if split else (0,), one if added else (0,), one if added and split else (0,))
-    windows = (
-        tuple(sorted({0, *(s * m for s in (-1, 1) for m in (1, 2, 4, 7))})) if span == 1 else (-span, 0, span)
-    )
-    draws = (-span, 0, span) if two_parts else (0,)
+    errors = [(-1, 0, 1) if kind else (0,) for kind in (first, second, added, added and second)]
+    windows = (0, -1, 1, -2, 2, -4, 4, -7, 7) if span == 1 else (0, -span, span)
+    draws = (0, -span, span) if two_parts else (0,)
     offsets = np.array(list(product(*errors, windows, draws)), dtype=np.int64)
     if not two_parts and extended:
         offsets[:, 5] = offsets[:, 4]

@@ -9,7 +9,7 @@ from typing import Final
 # Bytes of pool and weights per weight element that a runner spends unless told otherwise.
 DEFAULT_MEMORY: Final = 6.0
 DEFAULT_MIN_BITS: Final = 128.0
-DEFAULT_BANK_ROWS: Final = 128
+DEFAULT_BANK_ROWS: Final = 192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,8 +28,9 @@ OUTPUT_RATIO = 3
 READ_COST = 1.5
 # k is a multiple of this: whole pages of 16 columns.
 STEP = 64
-# A pool of this many rows is small enough to ignore the budget: 4 KiB per output.
-_SMALL_K = 1024
+# Rows of up to this many values may have a pool of up to as many rows whatever the budget, if nothing
+# less reaches the level: it is 4 KiB per output.
+_SMALL = 1024
 
 
 class LpnParametersError(ValueError):
@@ -73,7 +74,8 @@ def choose(
     """The parameters of least cost per row for rows of ``d_in`` values.
 
     They reach ``min_bits`` + :data:`MARGIN` after the gain for 2^40 targets. ``bytes_per_parameter``
-    bounds pool and int8 weights; where it leaves no way to reach the level, k may still be up to 1024.
+    bounds pool and int8 weights; where it leaves no way to reach the level, k may still be up to 1024
+    for widths up to 1024.
 
     Raises:
         LpnParametersError: the level is out of reach; the message says what to change.
@@ -99,8 +101,8 @@ def compute(d_in: int, *, min_bits: float, bytes_per_parameter: float) -> LpnPar
         raise LpnParametersError(f"rows of {d_in} values are too short to be blinded")
     wanted = min_bits + MARGIN
     budget = int((bytes_per_parameter - 1) * d_in / 4) // STEP * STEP
-    # Where the level needs more than the memory, it may still be had with a pool that is small anyway.
-    for k in (min(budget, best_k(d_in)), budget, _SMALL_K // 2, _SMALL_K):
+    beyond = (_SMALL // 2, _SMALL) if d_in <= _SMALL else ()
+    for k in (min(budget, best_k(d_in)), budget, *beyond):
         found = _Search(d_in, k, wanted).lightest() if k >= STEP else None
         if found is not None:
             return found[1]
@@ -115,7 +117,7 @@ def compute(d_in: int, *, min_bits: float, bytes_per_parameter: float) -> LpnPar
 
 def best_k(d_in: int) -> int:
     """Rows of G for the least cost: near 30·√d, where the cost is flat, for widths that models have."""
-    return max(_SMALL_K // 2, round(30 * sqrt(d_in) / STEP) * STEP)
+    return max(_SMALL // 2, round(30 * sqrt(d_in) / STEP) * STEP)
 
 
 class _Search:

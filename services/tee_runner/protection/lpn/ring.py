@@ -95,7 +95,7 @@ class RingProtection(Protection):
         self._u: NDArray[np.int32] = np.zeros((numba.get_num_threads(), kernels.CHUNK), dtype=np.int32)
         self._x_used = 0
         self._current: _Offload | None = None
-        transport.meanwhile = self._meanwhile
+        transport.meanwhile = self.expect
 
     @classmethod
     def open(cls, transport: Transport, options: SchemeOptions, store: object = None) -> Protection:
@@ -142,12 +142,6 @@ class RingProtection(Protection):
         """What to add to ``rows`` rows, and to take from their products."""
         return [Blinding(_NOTHING, _NOTHING, 0, rows)]
 
-    def masks_used(self, weight: Linear) -> None:
-        """The masks given last are used up."""
-
-    def work_ahead(self) -> None:
-        """A bounded piece of work while the worker multiplies."""
-
     def linear(self, weight: Linear, rows: Float32, out: Float32) -> None:
         """One offload; see :meth:`ForwardSession.linear`."""
         n = len(rows)
@@ -184,7 +178,6 @@ class RingProtection(Protection):
                 result[span], self.blinded, mask.R, mask.first, offload.probe.v, offload.expected[span],
                 offload.row_scales[span], offload.scales, self._u, offload.sums[span], out[span],
             )  # fmt: skip
-        self.masks_used(weight)
         profile.add("check" if self.probes.count else "unapply", time.perf_counter_ns() - begin)
         if wrong:
             # With them go the shapes that hold overwritten probes.
@@ -200,14 +193,6 @@ class RingProtection(Protection):
         kernel = kernels.expect if len(offload.x) < PARALLEL_ROWS else kernels.expect_parallel
         kernel(offload.x, offload.probe.w, offload.expected)
         self.profile.add("check", time.perf_counter_ns() - begin)
-
-    def _meanwhile(self) -> None:
-        if self._current is None:
-            return
-        self.expect()
-        begin = time.perf_counter_ns()
-        self.work_ahead()
-        self.profile.add("shield", time.perf_counter_ns() - begin)
 
     def _exchange_words(self, weight: Linear, rows: int) -> NDArray[np.uint32]:
         stats, profile = self.transport.stats, self.profile
@@ -249,6 +234,9 @@ class RingProtection(Protection):
         self._x_used = 0
         self._u.fill(0)
 
+    def end_pass(self) -> None:
+        """Work that belongs to a pass and can wait until its end."""
+
     def close(self) -> None:
         """See :meth:`Protection.close`."""
         super().close()
@@ -266,6 +254,7 @@ class _RingSession(ForwardSession):
 
     def wipe(self) -> None:
         self._protection.wipe()
+        self._protection.end_pass()
 
 
 class PlainInt8(RingProtection):

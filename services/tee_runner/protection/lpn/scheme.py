@@ -16,7 +16,7 @@ from typing import ClassVar
 from tee_runner.errors import UnsupportedModelError
 from tee_runner.protection.base import Linear, MaskOptions, SchemeOptions
 from tee_runner.protection.lpn import parameters as lpn_parameters
-from tee_runner.protection.lpn.bank import Bank, Blinding, Source, Tools
+from tee_runner.protection.lpn.bank import Bank, Banks, Blinding, Source, Tools
 from tee_runner.protection.lpn.matrix import SEED, public_matrix
 from tee_runner.protection.lpn.options import LpnOptions
 from tee_runner.protection.lpn.parameters import LpnParameters
@@ -46,11 +46,7 @@ class Lpn(RingProtection):
         super().__init__(transport, masks=masks, options=options, store=store, key=key)
         self._chosen = {parameters.d: parameters for parameters in chosen}
         self._tools = Tools(self.key.stream("lpn"))
-        self._banks: dict[int, Bank] = {}
-        # The banks in the order of their weights, and the one that idle work is at.
-        self._order: list[Bank] = []
-        self._idle_at = 0
-        self._paying: Bank | None = None
+        self.banks = Banks()
 
     @classmethod
     def parameters_for(cls, widths: Collection[int], options: SchemeOptions) -> dict[str, int | float | str]:
@@ -89,47 +85,38 @@ class Lpn(RingProtection):
             weight = self.weights[linear.weight_id]
             if weight.pool is None:
                 provide_pool(self.transport, weight, matrix, parameters.k, cache, stream)
-            bank = Bank(Source(weight, matrix, parameters, self._tools), self.options.bank_rows)
-            self._banks[linear.weight_id] = bank
+            source = Source(weight, matrix, parameters, self._tools)
+            self.banks.add(linear.weight_id, Bank(source, self.options.bank_rows))
             done += 4 * parameters.k * linear.d_out
             self.progress("pools", done, total)
-        self._order = list(self._banks.values())
         log.info(
-            "pools: %d MB in %.1f s, %d of %d from disk", total // 1_000_000, time.perf_counter() - begin,
-            cache.hits, len(weights),
-        )  # fmt: skip
+            "pools: %d MB in %.1f s, %d of %d from disk; blinding made ahead: %d MB",
+            total // 1_000_000,
+            time.perf_counter() - begin,
+            cache.hits,
+            len(weights),
+            sum(bank.nbytes for bank in self.banks) // 1_000_000,
+        )
 
     def masks_for(self, weight: Linear, rows: int) -> list[Blinding]:
         """See :meth:`RingProtection.masks_for`."""
-        bank = self._paying = self._banks[weight.weight_id]
-        return bank.take(rows)
+        return self.banks.take(weight.weight_id, rows)
 
-    def masks_used(self, weight: Linear) -> None:
-        """See :meth:`RingProtection.masks_used`."""
-        self._banks[weight.weight_id].release()
-
-    def work_ahead(self) -> None:
-        """See :meth:`RingProtection.work_ahead`."""
-        if self._paying is not None:
-            self._paying.pay()
-            self._paying = None
+    def end_pass(self) -> None:
+        """See :meth:`RingProtection.end_pass`: pays for the next sweeps."""
+        begin = time.perf_counter_ns()
+        self.banks.end_pass()
+        self.profile.add("shield", time.perf_counter_ns() - begin)
 
     def idle(self) -> bool:
-        """Fill the banks, the emptiest work first come; see :meth:`Protection.idle`."""
-        for _ in range(len(self._order)):
-            if self._order[self._idle_at].advance(_IDLE_PANELS):
-                return True
-            self._idle_at = (self._idle_at + 1) % len(self._order)
-        return False
+        """See :meth:`Protection.idle`."""
+        return self.banks.idle(_IDLE_PANELS)
 
     def close(self) -> None:
         """See :meth:`Protection.close`."""
         super().close()
-        for bank in self._order:
-            bank.wipe()
-        self._order.clear()
-        self._banks.clear()
-        self._tools.wipe()
+        self.banks.wipe()
+        self._tools.close()
 
     def _parameters(self, d_in: int) -> LpnParameters:
         known = self._chosen.get(d_in)

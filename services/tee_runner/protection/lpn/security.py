@@ -1,4 +1,4 @@
-"""Security level of the LPN blinding, and the choice of its parameters per input width.
+"""Security level of the LPN blinding.
 
 **Assumption.** The worker sees y = x + e + f·G over Z/2^32 for every row and offload. G (k × d) is uniform
 and public; e has w_e nonzeros among d and f has w_f among k, at uniform positions, with uniform odd
@@ -9,17 +9,20 @@ secret, or decoding of weight w_f + w_e in a random code of length k + d and dim
 **What is estimated.** Reduced mod 2 the code stays uniform and the errors become their supports: binary
 syndrome decoding of known weight w_f in one part and w_e in the other. It is taken for the whole
 problem; no attack is known that gains from the upper 31 bits, and every binary attack applies.
-Costed are Prange, Stern/Dumer, MMT/BJMM (``decoding``), statistical decoding 2.0 (``statistical``) and
+Costed are Prange, Stern/Dumer, MMT/BJMM (``decoding``, ``lists``), dual words (``statistical``) and
 counting; memory is free, bits are computed only as far as needed (early abort). Nothing is rounded in
-our favour. From the cheapest we take off log2(targets)/2 bits: a bound on what decoding one out of
-many gains (Sendrier, PQCrypto 2011; no variant is known to reach it against every algorithm), as all
-rows share G.
+our favour.
+
+**Many targets.** All rows share G. From the cost of an attack on one row we take off log2(targets)/2
+bits: a bound on what decoding one out of many gains (Sendrier, PQCrypto 2011; no variant is known
+to reach it against every algorithm). Telling the collection of rows from uniform by shared low-weight dual
+words is costed as such.
 
 **Counting.** Where the supports outnumber the 2^d syndromes mod 2 (small d), decoding mod 2 has false
 solutions and the value bits must be used as well; ISD formulas say little there. As a floor for
 any search over supports we take their number to the power 0.283, the exponent of the best known
 algorithm for random subset sums (Bonnetain, Bricout, Schrottenloher and Shen, ASIACRYPT 2020). It
-binds for small widths only.
+binds for widths of a few hundred and less.
 
 **Why odd values.** An even value vanishes mod 2, so values uniform over all nonzero elements would halve
 the weight (Liu et al., EUROCRYPT 2024, section on Z/2^λ). Why not ±1: (e, f) would then be a very short
@@ -33,8 +36,8 @@ attacker quadratic equations, one error per block. They are what the algebraic a
 ePrint 2025/1284; and ISD for regular errors, Esser and Santini, ePrint 2023/1568. None is known to
 gain anything against uniform positions.
 
-**Margin.** :func:`choose` asks for :data:`MARGIN` bits more than it is told. Known to be missing: trees of
-depth 3 and nearest-neighbour search (see ``decoding``: 0 to 2.4 bits at published sets, least at
+**Margin.** :mod:`.parameters` asks for :data:`MARGIN` bits more than it is told. Known to be missing: trees
+of depth 3 and nearest-neighbour search (see ``lists``: 0 to 2.4 bits at published sets, least at
 sparse errors), the parity of the two known weights (two
 more equations, 0.5 bit), double RLPN and its successors (Carrier et al., EUROCRYPT 2024), better
 than ISD only at low rates near the Gilbert-Varshamov weight. The rest is for algebraic and hybrid
@@ -169,8 +172,8 @@ def _estimate(d: int, k: int, w_f: int | None, w_e: int, targets: float, *, ever
 class QuickLevel:
     """A guess at :func:`security_bits` for many weights of one (d, k), each in milliseconds, for searches.
 
-    The least of counting and early-abort BJMM, followed from the best attacks on the weights it
-    was anchored at, less what any other attack was below that at the last anchor.
+    The least of counting, statistical decoding and early-abort BJMM, followed from the best attacks
+    on the weights it was anchored at, less what any other attack was below that at the last anchor.
     """
 
     def __init__(self, d: int, k: int) -> None:
@@ -188,10 +191,12 @@ class QuickLevel:
         return full
 
     def __call__(self, w_f: int, w_e: int) -> float:
+        decoding = instance(self.d, self.k, w_f, w_e)
         bits = _SUBSET_SUM * _supports(self.d, self.k, w_f, w_e)
         for i, known in enumerate(self.known):
-            found = follow(instance(self.d, self.k, w_f, w_e), known)
+            found = follow(decoding, known)
             if found.bits < IMPOSSIBLE:
                 self.known[i] = found
             bits = min(bits, found.bits)
+        bits = min(bits, statistical_decoding(decoding).bits)
         return bits - log2(TARGETS) / 2 - self.gap

@@ -6,11 +6,11 @@ the error on s positions, which a transform of s·2^s steps finds if there are 1
 
 Dual words come from an information set of the code without the s positions: rows of the
 systematic parity check matrix have one entry outside it; sums of t of them, found by merging two lists,
-are zero on λ of its k - s positions and random on the rest. On some of these the attacker may hope
-for no error at all, and start again with another information set if there is one; the
-others add to the noise. In the attacker's favour: the errors of the s positions cost nothing to find, the
-k - s - λ random positions are all taken where errors are rarest, and their noise is the average over
-dual words rather than that of a typical one.
+are zero on λ of its k - s positions and random on the rest. The attacker either takes these for noise, or
+hopes that they have no error at all and starts again with another information set if they do.
+In the attacker's favour: the errors of the s positions cost nothing to find, the k - s - λ random
+positions are all taken where errors are rarest, and their noise is the average over dual words
+rather than that of a typical one.
 
 Rows that share G share the dual words. A collection of N rows is told from uniform by 1/bias² samples in
 all, over rows and words, so that the search for a word is paid once per N samples; there is no
@@ -34,11 +34,12 @@ from tee_runner.protection.lpn.decoding import (
     log2_elimination,
 )
 
-_HOPES = np.linspace(0.0, 1.0, 9)
+# Whether the random positions are hoped to be free of errors.
+_HOPES = np.array([0.0, 1.0])
 
 
 def statistical_decoding(instance: Instance) -> Cost:
-    """One error: the least cost over s, t, λ and the positions hoped to be free of errors.
+    """One error: the least cost over s, t, λ and the two ways with random positions.
 
     log2 of bit operations (steps · n).
     """

@@ -17,6 +17,7 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from tee_runner.protection.lpn.layout import LANES, TILE_BYTES, TILE_ROWS
@@ -82,10 +83,25 @@ def _touch(typing_context: Any, address: Any) -> Any:
     return types.void(types.int64), codegen
 
 
+@intrinsic
+def _prefetch(typing_context: Any, address: Any) -> Any:
+    """A hint, harmless at any address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [POINTER, I32, I32, I32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(function, [builder.inttoptr(arguments[0], POINTER), I32(0), I32(3), I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
 @numba.njit(nogil=True, cache=True)
 def _touch_lines(address: int, count: int) -> None:
+    """Read each line of a group and prefetch the same line of the next."""
     for line in range(0, count, _LINE):
         _touch(address + line)
+        _prefetch(address + count + line)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -214,18 +230,3 @@ def sweep(
             e_rows * LANES * item_bytes, e_places, e_values, tiles.ctypes.data + part * TILE_BYTES, r, R,
             again,
         )  # fmt: skip
-
-
-@numba.njit(nogil=True, cache=True)
-def sweep_serial(
-    first: int, last: int, matrix: Any, pool: Any, weight: Any, f_rows: int, f_places: Any, f_values: Any,
-    e_rows: int, e_places: Any, e_values: Any, tiles: Any, r: Any, R: Any, again: bool,
-) -> None:  # fmt: skip
-    """:func:`sweep` on this thread."""
-    item_bytes = weight.itemsize
-    _sweep_panels(
-        0, 1, first, last, matrix.ctypes.data, matrix.shape[0], matrix.shape[1] * _LINE, pool.ctypes.data,
-        pool.shape[1] * _LINE, f_rows * _LINE, f_places, f_values, weight.ctypes.data,
-        weight.shape[1] * LANES * item_bytes, item_bytes, e_rows * LANES * item_bytes, e_places, e_values,
-        tiles.ctypes.data, r, R, again,
-    )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tee_runner.protection.lpn.bank import Bank, Blinding
+from tee_runner.protection.lpn.bank import Bank, Banks, Blinding
 from tee_runner.protection.lpn.layout import TILE_ROWS
 
 from .test_sweep import source_of
@@ -40,10 +40,7 @@ def test_no_row_is_given_twice() -> None:
         n = int(generator.choice([1, 1, 1, 3, 17, 63, 64, 65, 100, 128, 130, 200]))
         taken = bank.take(n)
         assert sum(part.count for part in taken) == n
-        if step % 3 == 0:
-            bank.pay()
         seen += rows_of(taken, W)
-        bank.release()
         if step % 5 == 0:
             bank.advance(1)
         if step % 7 == 0:
@@ -52,58 +49,14 @@ def test_no_row_is_given_twice() -> None:
     assert bytes(4 * D_IN) not in seen
 
 
-def test_paying_never_touches_rows_in_use() -> None:
-    bank, W = bank_of()
-    bank.fill()
-    for n in (65, 62, 63, 2, 63, 63, 1):
-        taken = bank.take(n)
-        copies = [(part.r.copy(), part.R.copy()) for part in taken]
-        for _ in range(80):
-            bank.pay()
-        for part, (r, R) in zip(taken, copies, strict=True):
-            span = slice(part.first, part.first + part.count)
-            np.testing.assert_array_equal(part.r[span], r[span])
-            np.testing.assert_array_equal(part.R[span], R[span])
-        rows_of(taken, W)
-        bank.release()
-
-
-def test_a_low_bank_is_refilled_by_what_is_used() -> None:
-    bank, W = bank_of()
-    sweeps = bank._source.tools
-    bank.fill()
-    assert (bank.ready, bank.room) == (128, 0)
-    begun = sweeps.sweeps
-    lowest = 128
-    for _ in range(500):
-        taken = bank.take(1)
-        bank.pay()
-        rows_of(taken, W)
-        bank.release()
-        lowest = min(lowest, bank.ready)
-    # It never ran dry, and made no more than it used.
-    assert 0 < lowest < TILE_ROWS
-    assert sweeps.sweeps - begun == pytest.approx((500 - 64) / 64, abs=1)
-
-
-def test_paying_waits_until_the_bank_is_low() -> None:
-    bank, W = bank_of()
-    bank.fill()
-    for _ in range(64):
-        rows_of(bank.take(1), W)
-        bank.pay()
-        bank.release()
-    assert bank._source.tools.sweeps == 1
-
-
 def test_filling_goes_on_to_the_brim() -> None:
     bank, _ = bank_of(192)
-    steps = 0
-    while bank.advance(1):
-        steps += 1
+    steps = []
+    while done := bank.advance(3):
+        steps.append(done)
     assert bank.ready == 192
-    assert steps == 3 * (2 + 2)  # two panels of r and two of R for each 64 rows
-    assert not bank.advance(1)
+    assert steps == [3, 1] * 3  # two panels of r and two of R for each 64 rows
+    assert bank.advance(1) == 0
 
 
 def test_a_dry_bank_sweeps_there_and_then() -> None:
@@ -137,6 +90,7 @@ def test_secrets_of_a_finished_sweep_are_overwritten() -> None:
     bank.fill()
     for array in (slots.f_places, slots.f_values, slots.e_places, slots.e_values):
         assert not array.any()
+    assert bank._source.tools.slots(1, bank._source.f.plan, bank._source.e.plan) is slots
 
 
 def test_wiping_leaves_nothing() -> None:
@@ -151,6 +105,80 @@ def test_wiping_leaves_nothing() -> None:
     assert not bank._R.any()
     assert bank.ready == 0
     assert len(set(rows_of(bank.take(4), W))) == 4
+
+
+def banks_of(count: int) -> tuple[Banks, list[np.ndarray]]:
+    banks, weights = Banks(), []
+    for index in range(count):
+        bank, W = bank_of()
+        banks.add(index, bank)
+        weights.append(W)
+    return banks, weights
+
+
+def decode(banks: Banks, weights: list[np.ndarray], rows: int = 1) -> None:
+    for index, W in enumerate(weights):
+        rows_of(banks.take(index, rows), W)
+    banks.end_pass()
+
+
+def sweeps(banks: Banks) -> int:
+    return sum(bank._source.tools.sweeps for bank in banks._banks.values())
+
+
+def test_low_banks_are_refilled_by_what_is_used_and_never_run_dry() -> None:
+    banks, weights = banks_of(5)
+    while banks.idle(1):
+        pass
+    assert all(bank.ready == 128 for bank in banks._banks.values())
+    begun, lowest = sweeps(banks), 128
+    for _ in range(300):
+        before = sweeps(banks)
+        decode(banks, weights)
+        assert sweeps(banks) - before <= 1  # spread over the passes
+        lowest = min(lowest, *(bank.ready for bank in banks._banks.values()))
+    assert 0 < lowest < TILE_ROWS
+    assert sweeps(banks) - begun == pytest.approx(5 * (300 - 64) / 64, abs=3)
+
+
+def test_nothing_is_paid_while_the_banks_are_full_enough() -> None:
+    banks, weights = banks_of(2)
+    while banks.idle(1):
+        pass
+    begun = sweeps(banks)
+    for _ in range(64):
+        decode(banks, weights)
+    assert sweeps(banks) == begun
+
+
+def test_what_a_prompt_takes_is_left_to_the_tokens() -> None:
+    banks, weights = banks_of(3)
+    while banks.idle(1):
+        pass
+    begun = sweeps(banks)
+    decode(banks, weights, 100)
+    assert sweeps(banks) == begun  # nothing before the first token
+    for _ in range(27):
+        decode(banks, weights)
+        assert all(bank.ready > 0 for bank in banks._banks.values())
+    assert sweeps(banks) == begun + 3
+
+
+def test_empty_banks_sweep_at_once_and_then_by_and_by() -> None:
+    banks, weights = banks_of(4)
+    for _ in range(64):
+        decode(banks, weights)
+        assert all(bank.ready > 0 for bank in banks._banks.values())
+    assert sweeps(banks) == 8  # one each at first, and one more each until those are used up
+
+
+def test_idle_work_comes_in_small_pieces_and_ends() -> None:
+    banks, _ = banks_of(3)
+    pieces = 0
+    while banks.idle(2):
+        pieces += 1
+    assert pieces == 3 * 2 * 2  # three banks, two sweeps, four panels each
+    assert not banks.idle(2)
 
 
 @pytest.mark.parametrize("capacity", [0, 64, 100, 129])

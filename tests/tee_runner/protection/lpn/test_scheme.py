@@ -89,7 +89,7 @@ def test_a_dry_bank_gives_the_same_results() -> None:
     while warm.idle():
         pass
     assert isinstance(warm, Lpn)
-    assert all(bank.ready == 128 for bank in warm._banks.values())
+    assert all(bank.ready == 192 for bank in warm.banks._banks.values())
     for a, b in zip(passes(dry, steps), passes(warm, steps), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -165,7 +165,7 @@ def test_a_pass_leaves_no_activations() -> None:
     assert not protection._u.any()
     # What was used of the bank is overwritten; the rest is not.
     assert isinstance(protection, Lpn)
-    bank = protection._banks[0]
+    bank = protection.banks._banks[0]
     assert not bank._r[:5].any()
     assert not bank._R[:5].any()
     assert bank._r[5:64, :40].any(axis=1).all()
@@ -175,7 +175,7 @@ def test_closing_overwrites_everything() -> None:
     transport, protection = opened(Lpn)
     passes(protection, [(0, np.ones((5, 40), np.float32)), (1, np.ones((100, 70), np.float32))])
     assert isinstance(protection, Lpn)
-    banks = list(protection._banks.values())
+    banks = list(protection.banks._banks.values())
     probe = protection.probes.of(1)
     protection.close()
     assert transport.closed
@@ -205,7 +205,7 @@ def test_progress_is_shown() -> None:
 
 
 def test_opening_takes_the_options() -> None:
-    options = SchemeOptions(lpn=LpnOptions(wide_weights=True, bank_rows=192))
+    options = SchemeOptions(lpn=LpnOptions(wide_weights=True, bank_rows=256))
     for scheme in (Lpn, PlainInt8):
         protection = scheme.open(transport_for(*WEIGHTS), options, scheme.new_store())
         assert isinstance(protection, scheme)

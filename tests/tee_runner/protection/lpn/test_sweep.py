@@ -139,6 +139,7 @@ class Recorder:
         for name in ("_words", "_bytes", "_lane", "_copy", "_clear"):
             patch.setattr(module, name, self._recording(name))
         patch.setattr(module, "_touch", lambda address: self.lines.append(self._where(address)))
+        patch.setattr(module, "_prefetch", lambda address: None)
 
     def _recording(self, name: str) -> Any:
         addresses = {"_words": 2, "_bytes": 2, "_lane": 1, "_copy": 2, "_clear": 1}[name]
