@@ -17,7 +17,7 @@ from gelo_cli.up import serve_arguments
 def demo(
     prompt: Annotated[str, typer.Argument(help="What to ask.")],
     model: ModelOption = "smollm2-135m-instruct",
-    protection: ProtectionOption = ProtectionChoice.HD3,
+    protection: ProtectionOption = ProtectionChoice.LPN,
     engine: EngineOption = EngineChoice.AUTO,
     max_tokens: Annotated[int, typer.Option(min=1)] = 200,
 ) -> None:

@@ -33,7 +33,7 @@ _MAX_TEXT_BYTES = 64 << 20
 def score(
     text: Annotated[Path, typer.Option(help="UTF-8 text file to score.", exists=True, dir_okay=False)],
     model: ModelOption = "smollm2-135m-instruct",
-    protection: ProtectionOption = ProtectionChoice.HD3,
+    protection: ProtectionOption = ProtectionChoice.LPN,
     engine: EngineOption = EngineChoice.CPU,
     transport: TransportOption = TransportChoice.AUTO,
     max_len: MaxLenOption = 0,

@@ -45,7 +45,7 @@ def serve(
     worker: Annotated[str, typer.Option(help="host:port of the worker.")] = "127.0.0.1:7070",
     model: ModelOption = "smollm2-135m-instruct",
     preset: PresetOption = None,
-    protection: ProtectionOption = ProtectionChoice.HD3,
+    protection: ProtectionOption = ProtectionChoice.LPN,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0)] = 8443,
     metrics_port: Annotated[

@@ -22,7 +22,7 @@ from gelo_cli.processes import Child, started
 
 def up(
     model: ModelOption = "smollm2-135m-instruct",
-    protection: ProtectionOption = ProtectionChoice.HD3,
+    protection: ProtectionOption = ProtectionChoice.LPN,
     engine: EngineOption = EngineChoice.AUTO,
     port: Annotated[int, typer.Option(help="Port of the service.", min=0)] = 8443,
     metrics_port: Annotated[int, typer.Option(help="Prometheus port on loopback.", min=0)] = 9464,

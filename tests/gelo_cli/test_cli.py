@@ -45,7 +45,7 @@ def service(model: Path, protection: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def url(smollm2_dir: Path) -> Iterator[str]:
-    with service(smollm2_dir, "gelo-hd3") as address:
+    with service(smollm2_dir, "lpn") as address:
         yield address
 
 
@@ -67,7 +67,8 @@ def test_generate_streams_a_verified_answer(url: str) -> None:
     assert result.returncode == 0, result.stderr
     assert "Paris" in result.stdout
     assert "SIMULATED" in result.stderr
-    assert "PROTECTION gelo-hd3 ACCEPTED" in result.stderr
+    assert "lpn" in result.stderr
+    assert "PROTECTION" not in result.stderr  # nothing to warn of
     assert "TTFT" in result.stderr
 
 
@@ -114,7 +115,8 @@ def test_verify_reports_what_was_checked(url: str, smollm2_dir: Path) -> None:
     assert document["acceptable"] is True
     verdict = document["verdict"]
     assert verdict["simulated"] is True
-    assert verdict["protection"] == "gelo-hd3"
+    assert verdict["protection"] == "lpn"
+    assert verdict["protection_parameters"]["security_bits"] >= 128
     assert verdict["fresh_evidence"] is True
     identity = verdict["model_identity"]
     assert gelo("verify", url, "--allow-simulated", "--model-identity", identity).returncode == 0
@@ -178,11 +180,16 @@ def test_score_refuses_what_it_cannot_score(smollm2_dir: Path, tmp_path: Path) -
         assert words in result.stderr
 
 
-def test_demo_runs_the_whole_path(smollm2_dir: Path) -> None:
-    result = gelo("demo", PROMPT, "--engine", "cpu", "--max-tokens", "8", "--protection", "gelo-haar")
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [((), "lpn"), (("--protection", "gelo-haar"), "PROTECTION gelo-haar ACCEPTED")],
+    ids=["by default", "gelo-haar"],
+)
+def test_demo_runs_the_whole_path(smollm2_dir: Path, arguments: tuple[str, ...], shown: str) -> None:
+    result = gelo("demo", PROMPT, "--engine", "cpu", "--max-tokens", "8", *arguments)
     assert result.returncode == 0, result.stderr
     assert "Paris" in result.stdout
-    for words in ("gelo-haar", "TTFT", "TPOT", "MB of protected operands"):
+    for words in (shown, "TTFT", "TPOT", "MB of protected operands"):
         assert words in result.stderr
 
 

@@ -15,7 +15,7 @@ from tee_runner.protection.plain import Plain
 SCHEMES: dict[str, type[Protection]] = {
     scheme.name: scheme for scheme in (Plain, PlainInt8, Haar, Hd3, Dct4, Auto, Lpn)
 }
-DEFAULT_SCHEME = Hd3.name
+DEFAULT_SCHEME = Lpn.name
 
 
 def scheme(name: str) -> type[Protection]:

@@ -101,7 +101,7 @@ def _quantise_rows(weight: Any, largest: Any, levels: int, values: Any, sums: An
         factor = np.float32(0.0)
         if largest[j] > np.float32(0.0):
             factor = np.float32(levels) / largest[j]
-        total = 0
+        total = np.int64(0)
         for i in range(weight.shape[1]):
             value = np.int32(np.rint(half_to_float(weight[j, i]) * factor))
             values[j, i] = value
