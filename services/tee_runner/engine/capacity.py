@@ -2,8 +2,8 @@
 
 The plan counts what the runner allocates for a configuration: the embedding tables, the small
 vectors, a full KV cache, the largest linear weight (one at a time passes through while weights are
-hashed, uploaded and projected), the step's buffers on both sides of the wire, and the secret
-projections. The interpreter and its libraries are there already and not counted.
+hashed, uploaded and projected), the step's buffers on both sides of the wire, what the protection
+keeps, and the secret projections. The interpreter and its libraries are there already and not counted.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from tee_runner.decoder.config import DecoderConfig
 from tee_runner.decoder.kv_cache import kv_cache_bytes
 from tee_runner.engine.runtime import RuntimeOptions, longest_chunk, operand_limits, served_length
 from tee_runner.errors import CapacityError
+from tee_runner.protection.schemes import scheme
 
 _MEMINFO: Final = Path("/proc/meminfo")
 _OWN_CGROUP: Final = Path("/proc/self/cgroup")
@@ -98,6 +99,7 @@ def memory_plan(
             "step buffers": step + logits,
             # The operand and result slabs, and what a scheme unmasks into.
             "wire buffers": rows * (6 * widest_in + 8 * widest_out) + 2 * logits,
+            "protection": scheme(options.protection).held_bytes(linears, options.scheme_options),
             "integrity check": options.integrity_probes * 4 * sum(map(sum, linears)),
         },
         max_sequences=options.max_sequences,
@@ -117,7 +119,7 @@ def require_memory(name: str, plan: MemoryPlan, available: int | None) -> None:
         f"Serving {name} needs {plan.describe()}; {gigabytes(available)} of memory are available.",
         remedy=(
             "Lower --max-sequences or --max-len, choose a smaller --kv-dtype (bfloat16, int8), "
-            "or give this machine more memory."
+            "with lpn a smaller --lpn-memory, or give this machine more memory."
         ),
     )
 

@@ -133,6 +133,11 @@ class Protection(ABC):
         return weight
 
     @classmethod
+    def held_bytes(cls, shapes: Sequence[tuple[int, int]], options: SchemeOptions) -> int:
+        """Memory that the scheme keeps for weights of these ``(d_in, d_out)``, checks not counted."""
+        return 0
+
+    @classmethod
     def parameters(cls) -> dict[str, int | float | str]:
         """What a client may want to know; rides in the attestation statement."""
         return {}

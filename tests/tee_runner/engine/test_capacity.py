@@ -89,7 +89,7 @@ def test_the_context_is_bounded_by_the_model() -> None:
 
 def test_what_does_not_fit_is_refused_by_name_and_number() -> None:
     config = preset_config("qwen3-4b")
-    plan = memory_plan(config, RuntimeOptions(worker=""))
+    plan = memory_plan(config, RuntimeOptions(worker="", protection="gelo-hd3"))
     require_memory("qwen3-4b", plan, plan.total)
     require_memory("qwen3-4b", plan, None)
     with pytest.raises(CapacityError) as caught:
@@ -102,7 +102,8 @@ def test_what_does_not_fit_is_refused_by_name_and_number() -> None:
     assert "8.00 GB of memory are available" in message
     assert "--kv-dtype" in caught.value.remedy
     # The same machine serves it with a smaller cache.
-    require_memory("qwen3-4b", memory_plan(config, RuntimeOptions(worker="", kv_dtype="int8")), 8_000_000_000)
+    smaller = RuntimeOptions(worker="", protection="gelo-hd3", kv_dtype="int8")
+    require_memory("qwen3-4b", memory_plan(config, smaller), 8_000_000_000)
 
 
 def test_small_parts_are_left_out_of_the_line() -> None:
@@ -154,3 +155,22 @@ def test_double_wide_layers_count(tmp_path: Path) -> None:
     assert widest == 2 * config.intermediate_size
     plan = memory_plan(config, OPTIONS)
     assert plan.parts["largest weight"] == 2 * config.vocab_size * config.hidden_size
+
+
+def test_the_plan_counts_what_lpn_keeps() -> None:
+    config = preset_config("qwen3-4b")
+    plans = {
+        name: memory_plan(config, RuntimeOptions(worker="", protection=name))
+        for name in ("gelo-hd3", "plain-int8", "lpn")
+    }
+    weights = sum(
+        d_in * d_out
+        for i in range(config.num_layers)
+        for d_in, d_out in (
+            (2560, config.layer(i).qkv_dim), (4096, 2560), (2560, 2 * 9728), (9728, 2560),
+        )
+    ) + 2560 * config.vocab_size  # fmt: skip
+    assert plans["gelo-hd3"].parts["protection"] == 0
+    assert plans["plain-int8"].parts["protection"] == weights
+    # Pools and weights within the default of 6 bytes a parameter, and rows made ahead.
+    assert 2 * weights < plans["lpn"].parts["protection"] < 6.5 * weights

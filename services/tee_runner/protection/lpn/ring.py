@@ -122,6 +122,12 @@ class RingProtection(Protection):
         return {"weight_bytes": 2 if options.lpn.wide_weights else 1}
 
     @classmethod
+    def held_bytes(cls, shapes: Sequence[tuple[int, int]], options: SchemeOptions) -> int:
+        """See :meth:`Protection.held_bytes`: the integers of the weights."""
+        item_bytes = 2 if options.lpn.wide_weights else 1
+        return sum(d_in * d_out * item_bytes for d_in, d_out in shapes)
+
+    @classmethod
     def operand_rows(cls, counts: Sequence[int]) -> int:
         """See :meth:`Protection.operand_rows`."""
         return sum(counts)

@@ -69,6 +69,15 @@ class Lpn(RingProtection):
         """Counters of sweeps."""
         return self._tools
 
+    @classmethod
+    def held_bytes(cls, shapes: Sequence[tuple[int, int]], options: SchemeOptions) -> int:
+        """See :meth:`Protection.held_bytes`: weights, pools, public matrices and banks."""
+        k = {d_in: parameters_for(d_in, options.lpn).k for d_in, _ in shapes}
+        pools = sum(4 * k[d_in] * d_out for d_in, d_out in shapes)
+        matrices = sum(4 * rows * d_in for d_in, rows in k.items())
+        banks = 4 * options.lpn.bank_rows * sum(map(sum, shapes))
+        return super().held_bytes(shapes, options) + pools + matrices + banks
+
     def provision(self, weights: Sequence[Linear], *, probes: int = 0) -> None:
         """See :meth:`Protection.provision`; pools come from the disk or the worker, and are verified."""
         super().provision(weights, probes=probes)
