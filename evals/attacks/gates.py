@@ -169,7 +169,7 @@ def _control_failure(results: Results, attack: str, corpus: CorpusName) -> str:
 
 def _hides(results: Results, kind: str, condition: str, attack: str, corpus: CorpusName) -> Gate:
     rules = {
-        "recovery": f"<= {RECOVERY_LIMIT:.0%} of the tokens",
+        "recovery": f"<= {RECOVERY_LIMIT:.0%} of the tokens, or at chance",
         "hidden Gram": f"distance >= {GRAM_DISTANCE}",
         "at chance": f"interval reaches chance, or value <= chance + {CHANCE_MARGIN}",
     }
@@ -182,7 +182,8 @@ def _hides(results: Results, kind: str, condition: str, attack: str, corpus: Cor
         assert outcome is not None  # noqa: S101 - not missing
         value, chance, detail = outcome.value, outcome.chance, ""
         good = {
-            "recovery": value <= RECOVERY_LIMIT,
+            # A guess of common tokens is right more often than that where few tokens are sought.
+            "recovery": value <= RECOVERY_LIMIT or at_chance(outcome),
             "hidden Gram": value >= GRAM_DISTANCE,
             "at chance": at_chance(outcome),
         }[kind]

@@ -51,7 +51,7 @@ def test_a_scheme_that_hides_passes_with_its_controls() -> None:
     gates = evaluate(results({"c0": PLAIN, "c2": HIDDEN, "c3": HIDDEN}), ATTACKS)
     assert {g.status for g in gates} == {Status.PASS}
     assert overall(gates) is Status.PASS
-    # Every line of the issue is there.
+    # Every kind of gate is there.
     assert {g.kind for g in gates} == {"control", "recovery", "hidden Gram", "at chance", "agreement"}
 
 
@@ -95,6 +95,14 @@ def test_a_weak_control_fails_and_takes_the_passes_with_it(attack: str, value: f
 def test_attacks_without_a_control_gate_must_still_work_on_plain(attack: str, value: float) -> None:
     gates = evaluate(results({"c0": PLAIN | {attack: value}, "c2": HIDDEN, "c3": HIDDEN}), ATTACKS)
     assert find(gates, "c2", attack).status is Status.NOT_INTERPRETABLE
+
+
+def test_recovery_that_is_no_better_than_guessing_common_tokens_passes() -> None:
+    guess = Outcome(attack="nn", measure="m", value=0.20, chance=0.18, interval=(0.15, 0.25))
+    better = Outcome(attack="ima", measure="m", value=0.30, chance=0.18, interval=(0.25, 0.35))
+    gates = evaluate(results({"c0": PLAIN, "c2": HIDDEN | {"nn": guess, "ima": better}}), ATTACKS)
+    assert find(gates, "c2", "nn", "recovery").status is Status.PASS
+    assert find(gates, "c2", "ima", "recovery").status is Status.FAIL
 
 
 def test_a_missing_control_is_no_pass_but_a_leak_still_fails() -> None:
