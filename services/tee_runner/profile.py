@@ -21,7 +21,8 @@ BUCKETS: Final[tuple[Bucket, ...]] = get_args(Bucket)
 class Profile:
     """Nanoseconds per bucket since the start or the last reset. One thread adds, any reads.
 
-    The buckets of a pass add up to its wall time. What the runner does while the worker computes
+    The buckets of a pass add up to its wall time. ``shield`` is making what operands are mixed or added
+    with, ``mask apply`` using it. What the runner does while the worker computes
     is in ``shield`` and ``check``, so ``worker compute`` is only the rest of what the worker says
     it took (untrusted, for people), and ``wire`` the rest of the wait. Where one pass over a result
     both checks and unmasks it, that is in ``check``. ``norms/rope/act`` is what no other bucket
