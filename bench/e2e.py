@@ -28,7 +28,7 @@ from gelo_cli.up import serve_arguments
 from tee_runner.models import load_model, resolve_model
 
 MODEL = "smollm2-135m-instruct"
-SCHEMES = ("plain", "gelo-haar", "gelo-hd3")
+SCHEMES = ("plain", "gelo-haar", "gelo-hd3", "plain-int8", "lpn")
 PROMPT = "Explain in a few paragraphs how a bicycle stays upright while it is moving."
 COLUMNS = (
     "system", "TTFT ms", "TPOT ms", "tokens/s", "x plain", "x HF f32", "offloads/token",
