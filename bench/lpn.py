@@ -275,7 +275,6 @@ def _sweep_seconds(found: parameters.LpnParameters, d_out: int, repeats: int) ->
         bank.fill(64)
         seconds.append(time.perf_counter() - begin)
         bank.take(64)
-        bank.release()
     return seconds[1:]
 
 
