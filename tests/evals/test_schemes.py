@@ -218,7 +218,7 @@ def test_the_paper_s_settings_are_all_there() -> None:
 
 def test_conditions_have_a_control_and_their_names() -> None:
     assert {"c0", "c1", "c2", "c3", "c4", "c5", "c6", "c2-offload"} <= set(CONDITIONS)
-    assert [name for name, c in CONDITIONS.items() if c.is_control] == ["c0"]
+    assert [name for name, c in CONDITIONS.items() if c.is_control] == ["c0", "c0-int8"]
     assert all(name == c.name for name, c in CONDITIONS.items())
     assert CONDITIONS["c2"].public_parameters()["shield_rows"] == 8
     assert CONDITIONS["c5"].masks.shared_decode

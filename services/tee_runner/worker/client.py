@@ -189,8 +189,16 @@ def _loaded(weight: RemoteWeight) -> NDArray[Any]:
 
 
 def upload_requests(weight: RemoteWeight) -> Iterator[worker_pb2.UploadWeightRequest]:
-    """The messages that carry ``weight``, read from disk when the first chunk is asked for."""
+    """The messages that carry ``weight``. It is read here, so that a wrong one is noticed before any is sent.
+
+    Raises:
+        ValueError: what was read is not of the announced shape and format.
+    """
+    return _messages(weight, _loaded(weight))
+
+
+def _messages(weight: RemoteWeight, values: NDArray[Any]) -> Iterator[worker_pb2.UploadWeightRequest]:
     yield worker_pb2.UploadWeightRequest(weight=weight.reference())
-    data = _loaded(weight).reshape(-1).view(np.uint8).data
+    data = values.reshape(-1).view(np.uint8).data
     for offset in range(0, len(data), _CHUNK_BYTES):
         yield worker_pb2.UploadWeightRequest(chunk=bytes(data[offset : offset + _CHUNK_BYTES]))
