@@ -6,12 +6,14 @@ import queue
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tee_runner.engine.runtime import Runtime, RuntimeOptions
 from tee_runner.engine.scheduler import Scheduler
 from tee_runner.engine.sequence import Event, FinishEvent, GenerationRequest, TokenEvent
 from tee_runner.models import LoadedModel
 from tee_runner.protection.base import Protection
+from tee_runner.protection.lpn.options import LpnOptions
 from tee_runner.worker.client import TransportName
 
 HANG_GUARD_S = 120.0
@@ -71,14 +73,19 @@ def running(
     scheme: type[Protection] | None = None,
     max_len: int = 512,
     worker_timeout: float = 120.0,
+    pools: Path | None = None,
 ) -> Iterator[Running]:
-    """Connect, serve, and stop. ``scheme`` stands in for the class that ``protection`` names."""
+    """Connect, serve, and stop. ``scheme`` stands in for the class that ``protection`` names.
+
+    ``pools``: where those of `lpn` are kept, if anywhere.
+    """
     options = RuntimeOptions(
         worker=address,
         protection=protection,
         transport=transport,
         max_len=max_len,
         worker_timeout=worker_timeout,
+        lpn=LpnOptions(pool_directory=pools),
     )
     runtime = Runtime(model, options)
     if scheme is not None:

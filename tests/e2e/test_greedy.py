@@ -92,8 +92,11 @@ Generate = Callable[..., Generated]
 
 
 @contextmanager
-def noting(model: LoadedModel) -> Iterator[Generate]:
-    """Gives what runs prompts through a worker at once and notes the logits on their way to the sampler."""
+def noting(model: LoadedModel, pools: Path) -> Iterator[Generate]:
+    """Gives what runs prompts through a worker at once and notes the logits on their way to the sampler.
+
+    Pools are made once, by the first worker: a software GPU would take minutes.
+    """
     seen: dict[int, list[Float32]] = {}
     original = Decoder.forward
 
@@ -106,7 +109,7 @@ def noting(model: LoadedModel) -> Iterator[Generate]:
 
     def run(address: str, protection: str, prompts: Sequence[Sequence[int]], tokens: int) -> Generated:
         seen.clear()
-        with running(model, address, protection) as served:
+        with running(model, address, protection, pools=pools) as served:
             answers = served.generate(prompts, tokens)
         # Slots are taken in the order of the prompts.
         return Generated(
@@ -119,9 +122,15 @@ def noting(model: LoadedModel) -> Iterator[Generate]:
 
 
 @pytest.fixture
-def generate(model: LoadedModel) -> Iterator[Generate]:
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the pools of `lpn` are kept."""
+    return tmp_path_factory.mktemp("pools")
+
+
+@pytest.fixture(scope="module")
+def generate(model: LoadedModel, pools: Path) -> Iterator[Generate]:
     """See :func:`noting`."""
-    with noting(model) as run:
+    with noting(model, pools) as run:
         yield run
 
 
@@ -215,9 +224,11 @@ def test_masks_differ_only_at_near_ties(
 
 
 @pytest.fixture(scope="module")
-def quantised(cpu_worker: WorkerProcess, model: LoadedModel, prompts: list[list[int]]) -> Iterator[Generated]:
+def quantised(
+    cpu_worker: WorkerProcess, model: LoadedModel, prompts: list[list[int]], pools: Path
+) -> Iterator[Generated]:
     """What `plain-int8` answers on the CPU engine."""
-    with noting(model) as generate:
+    with noting(model, pools) as generate:
         yield generate(cpu_worker.address, "plain-int8", prompts, TOKENS)
 
 
