@@ -121,13 +121,13 @@ def noting(model: LoadedModel, pools: Path) -> Iterator[Generate]:
         yield run
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the pools of `lpn` are kept."""
     return tmp_path_factory.mktemp("pools")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def generate(model: LoadedModel, pools: Path) -> Iterator[Generate]:
     """See :func:`noting`."""
     with noting(model, pools) as run:
