@@ -5,10 +5,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PROMPT ?= Why is the sky blue? Answer in two sentences.
 DEMO   ?=
-# How many processes run the tests, a file at a time: one per core, four at most. 0: all in this one, as --pdb needs.
+# How many processes run the tests: one per core, four at most. 0: all in this one, as --pdb needs.
 TESTERS ?= auto
-# Tests that start the services one at a time: worker and runner take all cores, and wait for each other in loops.
-SERVICES := tests/e2e tests/gelo_cli
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: demo test lint format stubs bench clean
@@ -18,9 +16,7 @@ demo: $(VENV)/.runtime
 
 test: $(VENV)/.dev
 	@scripts/system_packages.sh
-	$(BIN)/python -m pytest --numprocesses=$(TESTERS) --maxprocesses=4 --dist=loadfile --no-loadscope-reorder \
-		$(SERVICES:%=--ignore=%)
-	$(BIN)/python -m pytest $(SERVICES)
+	$(BIN)/python -m pytest --numprocesses=$(TESTERS) --maxprocesses=4 --dist=loadgroup --no-loadscope-reorder
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -22,3 +22,17 @@ from tee_runner.models import DEFAULT_MODEL, pull
 def smollm2_dir() -> Path:
     """The default model as a directory, pulled once into the cache."""
     return pull(DEFAULT_MODEL)
+
+
+# Worker and runner wait for each other in loops on all cores: two pairs at a time would starve each other.
+_SERVICES = ("e2e", "gelo_cli")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What runs in one process when there are several: a file, and all tests that start the services."""
+    root = Path(__file__).parent
+    for item in items:
+        file = item.path.relative_to(root)
+        group = "services" if file.parts[0] in _SERVICES else str(file)
+        item.add_marker(pytest.mark.xdist_group(group))
