@@ -5,8 +5,6 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PROMPT ?= Why is the sky blue? Answer in two sentences.
 DEMO   ?=
-# How many processes run the tests: one per core, four at most. 0: all in this one, as --pdb needs.
-TESTERS ?= auto
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: demo test lint format stubs bench clean
@@ -16,7 +14,7 @@ demo: $(VENV)/.runtime
 
 test: $(VENV)/.dev
 	@scripts/system_packages.sh
-	$(BIN)/python -m pytest --numprocesses=$(TESTERS) --maxprocesses=4 --dist=loadgroup --no-loadscope-reorder
+	@scripts/run_tests.sh $(BIN)/python
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
