@@ -113,7 +113,7 @@ def test_products_of_words(transport: Transport, index: int) -> None:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    weight_id=st.integers(0, len(SHAPES) - 1), rows=st.integers(1, 200), seed=st.integers(0, 1 << 30),
+    weight_id=st.integers(0, len(SHAPES) - 1), rows=st.integers(1, 160), seed=st.integers(0, 1 << 30),
     halves=st.booleans(),
 )  # fmt: skip
 def test_any_order_of_offloads(
