@@ -67,6 +67,12 @@ class Emitter:
         first = self.builder.insert_element(undefined, scalar, I32(0))
         return self.builder.shuffle_vector(first, undefined, ir.Constant(INTEGERS, [0] * LANES))
 
+    def splat_integer(self, scalar: Any) -> Any:
+        """16 copies of an int32."""
+        undefined = ir.Constant(INTEGERS, ir.Undefined)
+        first = self.builder.insert_element(undefined, scalar, I32(0))
+        return self.builder.shuffle_vector(first, undefined, ir.Constant(INTEGERS, [0] * LANES))
+
     def spread(self, address: Any) -> Any:
         """16 copies of the float32 at ``address``."""
         return self.splat(self.load(address, F32))

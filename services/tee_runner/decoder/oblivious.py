@@ -13,7 +13,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from tee_runner.simd import I32, I64, INTEGERS, LANES, Emitter, emitted
+from tee_runner.simd import I32, I64, INTEGERS, Emitter, emitted
 
 # Indices merged at a time: their rows' parts stay in registers.
 GROUP = 8
@@ -29,12 +29,7 @@ def _merge(
 ) -> None:
     """64 bytes of rows ``first`` … ``end`` - 1 into those of the group whose index is that row."""
     builder = e.builder
-
-    def spread(number: Any) -> Any:
-        vector = builder.insert_element(INTEGERS(None), number, I32(0))
-        return builder.shuffle_vector(vector, INTEGERS(None), INTEGERS([0] * LANES))
-
-    wanted = [spread(e.load(e.offset(ids, i, 4), I32)) for i in range(GROUP)]
+    wanted = [e.splat_integer(e.load(e.offset(ids, i, 4), I32)) for i in range(GROUP)]
     places = [e.offset(merged, i, merged_stride) for i in range(GROUP)]
     begun = [e.load(place, INTEGERS) for place in places]
     entry = builder.block
@@ -49,7 +44,7 @@ def _merge(
     for value, start in zip(found, begun, strict=True):
         value.add_incoming(start, entry)
     here = e.load(address, INTEGERS, 1)
-    number = spread(builder.trunc(row, I32))
+    number = e.splat_integer(builder.trunc(row, I32))
     after = [
         builder.select(builder.icmp_signed("==", index, number), here, value)
         for index, value in zip(wanted, found, strict=True)

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from tee_runner.protection.lpn.layout import LANES, PAGE, TILE_ROWS, pages, rows_per_page
 from tee_runner.protection.rng import SecretStream
-from tee_runner.simd import I32, I64, INTEGERS, POINTER
+from tee_runner.simd import I32, I64, INTEGERS, POINTER, Emitter
 
 UInt32 = NDArray[np.uint32]
 
@@ -210,9 +210,7 @@ def _members(typing_context: Any, groups: Any, group: Any) -> Any:
     """Which of the 16 words at ``groups`` are ``group``, as bits."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        undefined = ir.Constant(INTEGERS, ir.Undefined)
-        first = builder.insert_element(undefined, builder.trunc(arguments[1], I32), I32(0))
-        wanted = builder.shuffle_vector(first, undefined, ir.Constant(INTEGERS, [0] * LANES))
+        wanted = Emitter(builder).splat_integer(builder.trunc(arguments[1], I32))
         equal = builder.icmp_unsigned("==", _vector(builder, arguments[0]), wanted)
         return builder.zext(builder.bitcast(equal, ir.IntType(LANES)), I64)
 

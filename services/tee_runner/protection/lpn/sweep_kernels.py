@@ -28,21 +28,15 @@ _LOW = 0xFFFF
 _NARROW = {1: ir.VectorType(ir.IntType(8), LANES), 2: ir.VectorType(ir.IntType(16), LANES)}
 
 
-def _splat(e: Emitter, value: Any) -> Any:
-    undefined = ir.Constant(INTEGERS, ir.Undefined)
-    first = e.builder.insert_element(undefined, e.builder.trunc(value, I32), I32(0))
-    return e.builder.shuffle_vector(first, undefined, ir.Constant(INTEGERS, [0] * LANES))
-
-
 def _add_product(e: Emitter, source: Any, tile: Any, value: Any) -> None:
-    product = e.builder.mul(e.load(source, INTEGERS, _LINE), _splat(e, value))
+    product = e.builder.mul(e.load(source, INTEGERS, _LINE), e.splat_integer(e.builder.trunc(value, I32)))
     e.store(e.builder.add(e.load(tile, INTEGERS, _LINE), product), tile, _LINE)
 
 
 def _add_narrow_product(size: int) -> Any:
     def emit(e: Emitter, source: Any, tile: Any, value: Any) -> None:
         wide = e.builder.sext(e.load(source, _NARROW[size], size * LANES), INTEGERS)
-        product = e.builder.mul(wide, _splat(e, value))
+        product = e.builder.mul(wide, e.splat_integer(e.builder.trunc(value, I32)))
         e.store(e.builder.add(e.load(tile, INTEGERS, _LINE), product), tile, _LINE)
 
     return emit
@@ -50,8 +44,8 @@ def _add_narrow_product(size: int) -> Any:
 
 def _add_lane(e: Emitter, tile: Any, lane: Any, value: Any) -> None:
     lanes = ir.Constant(INTEGERS, list(range(LANES)))
-    chosen = e.builder.icmp_unsigned("==", lanes, _splat(e, lane))
-    added = e.builder.select(chosen, _splat(e, value), e.integer(0))
+    chosen = e.builder.icmp_unsigned("==", lanes, e.splat_integer(e.builder.trunc(lane, I32)))
+    added = e.builder.select(chosen, e.splat_integer(e.builder.trunc(value, I32)), e.integer(0))
     e.store(e.builder.add(e.load(tile, INTEGERS, _LINE), added), tile, _LINE)
 
 
