@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from tee_runner.worker.transport import Transport
 
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
+Result = TypeVar("Result")
 # Called with what is being done, how much of it is done, and of how much.
 Progress = Callable[[str, int, int], None]
 
@@ -247,16 +248,21 @@ class Protection(ABC):
         return self._integrity is not None and self._integrity.probes == 2
 
     def _exchange(self, weight: Linear, rows: int) -> Float32:
-        transport, integrity, profile = self.transport, self._integrity, self.profile
-        stats = transport.stats
-        self.product_elements = weight.d_in * weight.d_out
+        transport, integrity = self.transport, self._integrity
         if integrity is not None:
             private = integrity.begin(weight.weight_id, rows)
             np.copyto(transport.operand(rows, weight.d_in), private)
-        # The wait is split into what the worker computed and the wire; neither has what was done
-        # meanwhile, which is in other buckets.
+        return self.profiled(transport.exchange, weight, rows)
+
+    def profiled(self, exchange: Callable[[int, int, int, int], Result], weight: Linear, rows: int) -> Result:
+        """One exchange of the transport's, its wait split into what the worker computed and the wire.
+
+        Neither has what was done meanwhile, which is in other buckets.
+        """
+        stats, profile = self.transport.stats, self.profile
+        self.product_elements = weight.d_in * weight.d_out
         exchanged, computed, busy = stats.exchange_ns, stats.worker_ns, profile.meanwhile()
-        result = transport.exchange(weight.weight_id, rows, weight.d_in, weight.d_out)
+        result = exchange(weight.weight_id, rows, weight.d_in, weight.d_out)
         busy = profile.meanwhile() - busy
         waited = max(0, stats.exchange_ns - exchanged - busy)
         worker = min(waited, max(0, stats.worker_ns - computed - busy))

@@ -94,6 +94,9 @@ class RingProtection(Protection):
         self._x: NDArray[np.int32] = np.empty(0, dtype=np.int32)
         self._u: NDArray[np.int32] = np.zeros((numba.get_num_threads(), kernels.CHUNK), dtype=np.int32)
         self._x_used = 0
+        # By row: scales, and what probes expect and find.
+        self._row_scales = np.zeros(0, dtype=np.float32)
+        self._checks: NDArray[np.int64] = np.zeros((2, 0, 0), dtype=np.int64)
         self._current: _Offload | None = None
         transport.meanwhile = self.expect
 
@@ -172,7 +175,7 @@ class RingProtection(Protection):
             raise GeloError(f"An activation for {weight.name} is not finite.")
         profile.add("mask apply", time.perf_counter_ns() - ready)
         self._current = offload
-        result = self._exchange_words(weight, n)
+        result = self.profiled(self.transport.exchange_words, weight, n)
         self.expect()
         begin = time.perf_counter_ns()
         wrong = row = 0
@@ -200,18 +203,6 @@ class RingProtection(Protection):
         kernel(offload.x, offload.probe.w, offload.expected)
         self.profile.add("check", time.perf_counter_ns() - begin)
 
-    def _exchange_words(self, weight: Linear, rows: int) -> NDArray[np.uint32]:
-        stats, profile = self.transport.stats, self.profile
-        self.product_elements = weight.d_in * weight.d_out
-        exchanged, computed, busy = stats.exchange_ns, stats.worker_ns, profile.meanwhile()
-        result = self.transport.exchange_words(weight.weight_id, rows, weight.d_in, weight.d_out)
-        busy = profile.meanwhile() - busy
-        waited = max(0, stats.exchange_ns - exchanged - busy)
-        worker = min(waited, max(0, stats.worker_ns - computed - busy))
-        profile.add("worker compute", worker)
-        profile.add("wire", waited - worker)
-        return result
-
     def _offload(self, weight: Linear, rows: int) -> _Offload:
         known = self._offloads.get((weight.weight_id, rows))
         self._x_used = max(self._x_used, rows * weight.d_in)
@@ -220,17 +211,21 @@ class RingProtection(Protection):
         ring = self.weights[weight.weight_id]
         probe = self.probes.of(weight.weight_id)
         size = rows * weight.d_in
-        if self._x.size < size:
-            self._x.fill(0)
-            self._x = np.zeros(size, dtype=np.int32)
+        if self._x.size < size or len(self._row_scales) < rows:
+            self.wipe()
+            self._x_used = size
+            self._x = np.zeros(max(size, self._x.size), dtype=np.int32)
+            self._row_scales = np.zeros(max(rows, len(self._row_scales)), dtype=np.float32)
+            shape = (2, len(self._row_scales), self.probes.count)
+            self._checks = np.zeros(shape, dtype=np.int64)
             self._offloads.clear()
         if len(self._offloads) >= _MAX_VIEWS:
             self._offloads.clear()
-        checks = (rows, self.probes.count)
+        expected, sums = self._checks
         known = self._offloads[weight.weight_id, rows] = _Offload(
             levels=np.float32(ring.levels), scales=ring.scales, probe=probe,
-            x=self._x[:size].reshape(rows, weight.d_in), row_scales=np.zeros(rows, dtype=np.float32),
-            expected=np.zeros(checks, dtype=np.int64), sums=np.zeros(checks, dtype=np.int64),
+            x=self._x[:size].reshape(rows, weight.d_in), row_scales=self._row_scales[:rows],
+            expected=expected[:rows], sums=sums[:rows],
         )  # fmt: skip
         return known
 
@@ -238,7 +233,8 @@ class RingProtection(Protection):
         """Overwrite what the last pass left in working memory."""
         self._x[: self._x_used] = 0
         self._x_used = 0
-        self._u.fill(0)
+        for array in (self._u, self._row_scales, self._checks):
+            array.fill(0)
 
     def end_pass(self) -> None:
         """Work that belongs to a pass and can wait until its end."""

@@ -163,6 +163,8 @@ def test_a_pass_leaves_no_activations() -> None:
     passes(protection, [(0, rows)])
     assert not protection._x.any()
     assert not protection._u.any()
+    assert not protection._row_scales.any()
+    assert not protection._checks.any()
     # What was used of the bank is overwritten; the rest is not.
     assert isinstance(protection, Lpn)
     bank = protection.banks._banks[0]
