@@ -129,7 +129,9 @@ ObliviousOption = Annotated[
 LpnMemoryOption = Annotated[
     float,
     typer.Option(
-        "--lpn-memory", help="lpn: bytes of runner memory per model parameter. More makes it faster.", min=1.5
+        "--lpn-memory",
+        help="lpn: most bytes of runner memory per model parameter, for weights of int8 and pools.",
+        min=1.5,
     ),
 ]
 LpnBitsOption = Annotated[
