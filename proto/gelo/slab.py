@@ -273,6 +273,11 @@ class Doorbell:
         except OSError as error:
             raise DoorbellClosedError("the other side closed its doorbell") from error
 
+    @property
+    def answered(self) -> bool:
+        """Whether the other side rang since the last wait: the next one returns at once."""
+        return load_word(self._their_word) != self._seen
+
     def wait(self, timeout: float | None) -> bytes:
         """The other side's next header (64 bytes, private copy, unchecked).
 

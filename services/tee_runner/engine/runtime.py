@@ -145,6 +145,8 @@ class Runtime:
         self.worker_info = self._client.info(wait=wait)
         sent = self._client.provision(self._weights, progress)
         transport = self._client.open_session(self._weights, self._slab_sizes(), self.options.transport)
+        # A hint from the worker: it decides when work is done, and nothing else.
+        transport.worker_apart = self.worker_info.hardware_gpu or not self.worker_info.on_this_host
         protection = self.scheme.open(transport, self.options.scheme_options, self._store)
         protection.profile = self.profile
         if progress is not None:

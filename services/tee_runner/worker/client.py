@@ -62,7 +62,7 @@ class RemoteWeight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """What the worker says of itself: untrusted, for logs only."""
+    """What the worker says of itself: untrusted. It goes to logs, and may decide what is faster."""
 
     engine: str
     adapter: str
@@ -70,6 +70,11 @@ class WorkerInfo:
     hardware_gpu: bool
     version: str
     boot_id: str
+
+    @property
+    def on_this_host(self) -> bool:
+        """Whether the worker runs under this kernel, as it says."""
+        return _BOOT_ID.exists() and self.boot_id == _BOOT_ID.read_text().strip()
 
 
 def weight_digest(weight: NDArray[Any]) -> bytes:
@@ -164,10 +169,9 @@ class WorkerClient:
     def _use_slab(self, path: str, transport: TransportName) -> bool:
         if transport == "grpc":
             return False
-        here = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
         # The path is the worker's: a NUL in it would raise ValueError below.
         named = bool(path) and "\0" not in path
-        usable = named and self.info().boot_id == here and os.access(path, os.W_OK)
+        usable = named and self.info().on_this_host and os.access(path, os.W_OK)
         if not usable and transport == "slab":
             raise WorkerUnavailableError(
                 "The worker offers no shared memory to this host.",

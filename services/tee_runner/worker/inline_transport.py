@@ -109,6 +109,10 @@ class InlineTransport(Transport):
         self.stats.bytes_sent += header.operand_bytes
         self.stats.bytes_received += header.result_bytes
 
+    def answered(self) -> bool:
+        """See :meth:`Transport.answered`."""
+        return not self._replies.empty()
+
     def close(self) -> None:
         """Ends the stream and with it the session."""
         self._requests.put(None)

@@ -91,6 +91,10 @@ class SlabTransport(Transport):
         self.stats.bytes_sent += rows * d_in * 4
         return result
 
+    def answered(self) -> bool:
+        """See :meth:`Transport.answered`."""
+        return self._doorbell.answered
+
     def _exchange(self, kind: int, weight_id: int, rows: int, d_in: int, d_out: int) -> None:
         self._sequence += 1
         request = (self._sequence, weight_id, rows, d_in, d_out)

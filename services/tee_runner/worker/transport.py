@@ -43,6 +43,9 @@ class Transport(ABC):
         # Called once per exchange, after the operand is on its way and before the wait: work
         # that is then off the critical path. Its return value is ignored.
         self.meanwhile: Callable[[], object] = _nothing
+        # Whether the worker computes on processors of its own, as far as known: then much can be
+        # done meanwhile without slowing it down.
+        self.worker_apart = False
 
     @abstractmethod
     def operand(self, rows: int, d_in: int) -> NDArray[np.float16]:
@@ -79,6 +82,10 @@ class Transport(ABC):
         Raises:
             As :meth:`exchange`.
         """
+
+    @abstractmethod
+    def answered(self) -> bool:
+        """Whether the answer is there, while :attr:`meanwhile` runs. Nothing of it has been checked."""
 
     @abstractmethod
     def close(self) -> None:

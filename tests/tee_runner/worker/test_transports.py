@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,26 @@ def test_any_order_of_offloads(
         random = words(seed, rows, SHAPES[weight_id][0])
         result = offload_words(transport, weight_id, random)
         np.testing.assert_array_equal(result, expected_words(weight_id, random))
+
+
+def test_an_answer_shows_while_other_work_is_done(transport: Transport) -> None:
+    operand = words(1, 64, 576)
+    seen: list[bool] = []
+
+    def meanwhile() -> None:
+        deadline = time.monotonic() + HANG_GUARD_S
+        while not transport.answered() and time.monotonic() < deadline:
+            seen.append(False)
+        seen.append(transport.answered())
+
+    for _ in range(3):
+        offload_words(transport, 3, operand)
+    transport.meanwhile = meanwhile
+    for _ in range(3):
+        result = offload_words(transport, 3, operand)
+        np.testing.assert_array_equal(result, expected_words(3, operand))
+        assert seen[-1]
+    assert False in seen  # at times the answer is not there at once
 
 
 def test_values_that_are_not_finite_travel_as_they_are(transport: Transport) -> None:

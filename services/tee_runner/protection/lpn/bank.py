@@ -1,10 +1,10 @@
 """Blinding made ahead: rows r = e + f·G and R = r·Wᵀ, ready to be used once.
 
 A bank is a ring of rows of one weight, filled 64 at a time by a sweep. While nothing runs, all banks
-are filled. Once they run low, a part of the sweeps that are due is done at the end of each pass, the
-emptiest bank's first, so that they are spread over the tokens of a long answer and the worker, which
-may share the processor, is not disturbed. What a long prompt needs beyond its bank is swept in one
-go into memory shared by all weights.
+are filled. Once they run low, each pass pays for a part of the sweeps that are due, the emptiest
+bank's first, so that they are spread over the tokens of a long answer: while the worker computes, if it
+has processors of its own, and what is left at the end of the pass. What a long prompt needs beyond its
+bank is swept in one go into memory shared by all weights.
 """
 
 from __future__ import annotations
@@ -230,6 +230,8 @@ class Bank:
         self._r, self._R = (pages((capacity, width), np.uint32) for width in source.widths)
         # Rows taken and rows filled since the start; a place of the ring is one modulo the capacity.
         self._taken = self._filled = 0
+        # Rows taken last, whose R is still needed.
+        self._held = 0
         self._sweep: Sweep | None = None
         self._sweeping = 0
 
@@ -241,7 +243,7 @@ class Bank:
     @property
     def room(self) -> int:
         """Rows that can be filled, a multiple of 64."""
-        return (self._capacity - self.ready) // TILE_ROWS * TILE_ROWS
+        return (self._capacity - self.ready - self._held) // TILE_ROWS * TILE_ROWS
 
     def fill(self, rows: int = 0) -> None:
         """Finish the sweep in progress, or sweep ``rows`` rows, all that there is room for if 0."""
@@ -275,8 +277,12 @@ class Bank:
         return panels
 
     def take(self, n: int) -> list[Blinding]:
-        """``n`` rows, never to be given again; valid until any bank is next asked for something."""
+        """``n`` rows, never to be given again.
+
+        They are valid until the next :meth:`take` of any bank, or until :meth:`release`.
+        """
         taken: list[Blinding] = []
+        self.release()
         if n > self.ready and n >= TILE_ROWS:
             taken.append(self._swept(n // TILE_ROWS * TILE_ROWS))
             n %= TILE_ROWS
@@ -286,9 +292,14 @@ class Bank:
             first = self._taken % self._capacity
             count = min(n, self._capacity - first)
             self._taken += count
+            self._held += count
             n -= count
             taken.append(Blinding(self._r, self._R, first, count))
         return taken
+
+    def release(self) -> None:
+        """What was taken is no longer needed: it can be overwritten."""
+        self._held = 0
 
     def _swept(self, rows: int) -> Blinding:
         r, R = self._source.tools.burst(self._source.widths, rows)
@@ -302,7 +313,7 @@ class Bank:
             self._sweep = None
         self._r.fill(0)
         self._R.fill(0)
-        self._taken = self._filled = 0
+        self._taken = self._filled = self._held = 0
 
     def _begin(self, rows: int) -> None:
         if self._sweep is not None or not self.room:
@@ -325,6 +336,9 @@ class Banks:
         # The most rows that a weight took in this pass.
         self._rows = 0
         self._idle_at = 0
+        # Column panels that are due, and whose.
+        self._owed = 0
+        self._low: list[Bank] = []
 
     def __iter__(self) -> Iterator[Bank]:
         return iter(self._banks.values())
@@ -339,16 +353,28 @@ class Banks:
         return self._banks[weight_id].take(rows)
 
     def end_pass(self) -> None:
-        """Do as much of the sweeps that are due as keeps up with passes like this one; none for a prompt."""
+        """Finish what is owed. Owe what keeps up with passes like this one; nothing after a prompt."""
+        for bank in self:
+            bank.release()
+        while self.work(self._owed):
+            pass
         rows, self._rows = self._rows, 0
-        low = sorted((bank for bank in self if bank.low), key=lambda bank: bank.ready)
-        if not low or not 0 < rows <= _DECODE_ROWS:
+        self._low = sorted((bank for bank in self if bank.low), key=lambda bank: bank.ready)
+        if not self._low or not 0 < rows <= _DECODE_ROWS:
             return
-        rows_left = max(rows, low[0].ready - _SPARE_ROWS)
-        panels = math.ceil(rows * sum(bank.panels_due for bank in low) / rows_left)
-        for bank in low:
-            while panels and bank.low:
-                panels -= bank.advance(panels)
+        # Owed until the end of the next pass.
+        rows_left = max(rows, self._low[0].ready - rows - _SPARE_ROWS)
+        self._owed = math.ceil(rows * sum(bank.panels_due for bank in self._low) / rows_left)
+
+    def work(self, panels: int) -> bool:
+        """Do at most ``panels`` column panels of what is owed; False when there was nothing."""
+        panels = min(panels, self._owed)
+        for bank in self._low:
+            if panels > 0 and bank.low:
+                self._owed -= bank.advance(panels)
+                return True
+        self._owed = 0
+        return False
 
     def idle(self, panels: int) -> bool:
         """Sweep at most ``panels`` column panels where there is room; False when all banks are full."""

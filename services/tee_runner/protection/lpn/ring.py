@@ -98,7 +98,7 @@ class RingProtection(Protection):
         self._row_scales = np.zeros(0, dtype=np.float32)
         self._checks: NDArray[np.int64] = np.zeros((2, 0, 0), dtype=np.int64)
         self._current: _Offload | None = None
-        transport.meanwhile = self.expect
+        transport.meanwhile = self.meanwhile
 
     @classmethod
     def open(cls, transport: Transport, options: SchemeOptions, store: object = None) -> Protection:
@@ -192,6 +192,10 @@ class RingProtection(Protection):
             # With them go the shapes that hold overwritten probes.
             self._offloads.clear()
             raise self.probes.reject(weight.name)
+
+    def meanwhile(self) -> None:
+        """What is done while the worker computes."""
+        self.expect()
 
     def expect(self) -> None:
         """Compute what the answer must be under the probes. Once per offload; more is idle."""

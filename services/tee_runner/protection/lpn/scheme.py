@@ -13,6 +13,8 @@ import time
 from collections.abc import Collection, Sequence
 from typing import ClassVar
 
+import numba
+
 from tee_runner.errors import UnsupportedModelError
 from tee_runner.protection.base import Linear, MaskOptions, SchemeOptions
 from tee_runner.protection.lpn import parameters as lpn_parameters
@@ -29,6 +31,8 @@ log = logging.getLogger(__name__)
 
 # Column panels of one piece of idle work: below a millisecond on one core.
 _IDLE_PANELS = 64
+# Column panels for each thread between two looks for the worker's answer: some 50 µs.
+_PANELS_MEANWHILE = 4
 
 
 class Lpn(RingProtection):
@@ -47,6 +51,7 @@ class Lpn(RingProtection):
         self._chosen = {parameters.d: parameters for parameters in chosen}
         self._tools = Tools(self.key.stream("lpn"))
         self.banks = Banks()
+        self._panels_meanwhile = _PANELS_MEANWHILE * numba.get_num_threads()
 
     @classmethod
     def parameters_for(cls, widths: Collection[int], options: SchemeOptions) -> dict[str, int | float | str]:
@@ -110,6 +115,20 @@ class Lpn(RingProtection):
     def masks_for(self, weight: Linear, rows: int) -> list[Blinding]:
         """See :meth:`RingProtection.masks_for`."""
         return self.banks.take(weight.weight_id, rows)
+
+    def meanwhile(self) -> None:
+        """See :meth:`RingProtection.meanwhile`: sweeps that are due, until the answer is there.
+
+        Only beside a worker with processors of its own. How much is done depends on the worker's speed
+        and on shapes.
+        """
+        super().meanwhile()
+        if not self.transport.worker_apart:
+            return
+        begin = time.perf_counter_ns()
+        while not self.transport.answered() and self.banks.work(self._panels_meanwhile):
+            pass
+        self.profile.add("shield", time.perf_counter_ns() - begin)
 
     def end_pass(self) -> None:
         """See :meth:`RingProtection.end_pass`: pays for the next sweeps."""

@@ -49,6 +49,24 @@ def test_no_row_is_given_twice() -> None:
     assert bytes(4 * D_IN) not in seen
 
 
+@pytest.mark.parametrize("n", [1, 40, 64, 65, 127, 128, 150, 192])
+def test_rows_in_use_are_not_overwritten_by_sweeps(n: int) -> None:
+    bank, W = bank_of(192)
+    bank.fill()
+    bank.take(63)
+    taken = bank.take(n)
+    before = [part.R[part.first : part.first + part.count].copy() for part in taken]
+    while bank.advance(1):
+        pass
+    for part, expected in zip(taken, before, strict=True):
+        np.testing.assert_array_equal(part.R[part.first : part.first + part.count], expected)
+    assert len(set(rows_of(taken, W))) == n
+    bank.release()
+    while bank.advance(1):
+        pass
+    assert bank.ready > 192 - TILE_ROWS
+
+
 def test_filling_goes_on_to_the_brim() -> None:
     bank, _ = bank_of(192)
     steps = []
@@ -139,6 +157,26 @@ def test_low_banks_are_refilled_by_what_is_used_and_never_run_dry() -> None:
         lowest = min(lowest, *(bank.ready for bank in banks._banks.values()))
     assert 0 < lowest < TILE_ROWS
     assert sweeps(banks) - begun == pytest.approx(5 * (300 - 64) / 64, abs=3)
+
+
+def test_what_is_owed_can_be_paid_during_the_next_pass() -> None:
+    banks, weights = banks_of(3)
+    while banks.idle(1):
+        pass
+    paid = 0
+    for _ in range(300):
+        for index, W in enumerate(weights):
+            taken = banks.take(index, 1)
+            paid += banks.work(1)
+            rows_of(taken, W)
+        while banks.work(1):
+            paid += 1
+        begun = [bank.panels_due for bank in banks]
+        banks.end_pass()
+        # Nothing is left to do at the end of a pass.
+        assert [bank.panels_due for bank in banks] == begun
+        assert all(bank.ready > 0 for bank in banks)
+    assert paid == pytest.approx(3 * 4 * (300 - 64) / 64, abs=12)
 
 
 def test_nothing_is_paid_while_the_banks_are_full_enough() -> None:

@@ -94,6 +94,37 @@ def test_a_dry_bank_gives_the_same_results() -> None:
         np.testing.assert_array_equal(a, b)
 
 
+def test_sweeps_that_are_due_are_done_while_a_worker_apart_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And end with its answer. Beside one that shares the processor they wait for the end of the pass."""
+    looks = 0
+
+    def answered(self: WordsTransport) -> bool:
+        nonlocal looks
+        looks += 1
+        return looks % 3 == 0
+
+    monkeypatch.setattr(WordsTransport, "answered", answered)
+    steps = steps_of(1, [1] * 150)
+    (_, beside), (apart, lpn) = opened(Lpn), opened(Lpn)
+    apart.worker_apart = True
+    assert isinstance(lpn, Lpn)
+    lpn._panels_meanwhile = 1
+    worked: list[int] = []
+    original = lpn.banks.work
+
+    def work(panels: int) -> bool:
+        worked.append(panels)
+        return original(panels)
+
+    monkeypatch.setattr(lpn.banks, "work", work)
+    expected = passes(beside, steps)
+    assert looks == 0
+    for a, b in zip(passes(lpn, steps), expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+    # Between two answers, at most two pieces.
+    assert 20 < worked.count(1) <= 2 * len(steps)
+
+
 def test_operands_are_uniform_in_every_bit() -> None:
     """A constant row, sent again and again: no bit, pair of neighbours or column stands out."""
     transport, protection = opened(Lpn, key=key_of(1))

@@ -53,6 +53,9 @@ class WordsTransport(Transport):
             self.tamper(result)
         return result
 
+    def answered(self) -> bool:
+        return True
+
     def close(self) -> None:
         self.closed = True
 
