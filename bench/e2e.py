@@ -95,7 +95,8 @@ class Transformers:
         from transformers import AutoModelForCausalLM
 
         self._torch = torch
-        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
+        loader: Any = AutoModelForCausalLM
+        self._model = loader.from_pretrained(directory, dtype=getattr(torch, dtype))
         self._model.eval()
         model = load_model(directory)
         text = model.tokenizer.apply_chat_template([{"role": "user", "content": PROMPT}])

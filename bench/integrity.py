@@ -13,7 +13,7 @@ import argparse
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ class Offload:
     result: Result
 
 
-def answer(runtime: Runtime, prompt: list[int], tokens: int) -> Iterator[float]:
+def answer(runtime: Runtime, prompt: list[int], tokens: int) -> Generator[float]:
     """Greedy decoding; yields the time of each step in ms, the prefill first."""
     slot = runtime.cache.take()
     try:
@@ -123,7 +123,8 @@ def record(runtime: Runtime, prompt: list[int]) -> list[Offload]:
 
 
 def _row(rng: np.random.Generator, result: Result) -> Result:
-    return result[rng.integers(len(result))]
+    row: Result = result[rng.integers(len(result))]
+    return row
 
 
 def element_of_row(rng: np.random.Generator, result: Result, size: float) -> None:
@@ -143,7 +144,8 @@ def one_row(rng: np.random.Generator, result: Result, size: float) -> None:
 
 
 def low_rank(rng: np.random.Generator, result: Result, size: float) -> None:
-    error = np.outer(*(rng.standard_normal(n).astype(np.float32) for n in result.shape))
+    left, right = (rng.standard_normal(n, dtype=np.float32) for n in result.shape)
+    error = np.outer(left, right)
     result += error * np.float32(size * np.linalg.norm(result) / np.linalg.norm(error))
 
 

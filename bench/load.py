@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -117,7 +118,7 @@ def write_checkpoint(values: Mapping[str, Any], directory: Path, *, shard_bytes:
         where |= dict.fromkeys(shard, file)
         write_safetensors(
             directory / file,
-            {n: TensorSource("F16", s, lambda s=s: _tiled(tile, s)) for n, s in shard.items()},
+            {n: TensorSource("F16", s, partial(_tiled, tile, s)) for n, s in shard.items()},
         )
     (directory / INDEX_FILE).write_text(json.dumps({"weight_map": where}))
 
@@ -142,7 +143,7 @@ class Stages:
         self.seconds: dict[str, float] = {}
         self._start = time.perf_counter()
 
-    def sample(self, *_progress: object) -> None:
+    def sample(self, stage: str = "", done: int = 0, total: int = 0) -> None:
         """Note the anonymous size, for which the kernel keeps no peak."""
         self.peak_anonymous = max(self.peak_anonymous, status("RssAnon") - self._anonymous)
 

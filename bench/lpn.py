@@ -142,7 +142,9 @@ class Transformers:
 
         self._torch = torch
         begin = time.perf_counter()
-        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        loader: Any = AutoModelForCausalLM
+        self._model = loader.from_pretrained(directory, dtype=torch.float32)
+        self._model.eval()
         self.figures = {"start s": time.perf_counter() - begin}
         self.times: list[float] = []
         self.buckets: list[dict[str, float]] = []
@@ -168,12 +170,12 @@ class Transformers:
 
 def _held_bytes(protection: Any) -> int:
     """Bytes that a scheme on quantised rows keeps: weights, pools, G and banks."""
-    total = 0
+    total: int = 0
     for weight in getattr(protection, "weights", {}).values():
         total += weight.panels.nbytes + (0 if weight.pool is None else weight.pool.nbytes)
     if total:
         total += sum(matrix.nbytes for matrix in protection.store.matrices.values())
-    return total + sum(bank.nbytes for bank in getattr(protection, "banks", ()))
+    return total + sum(int(bank.nbytes) for bank in getattr(protection, "banks", ()))
 
 
 def compare(model: LoadedModel, arguments: argparse.Namespace) -> list[dict[str, Any]]:

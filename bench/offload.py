@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def measure(
             weights.append(
                 RemoteWeight(
                     name=f"{index}", d_in=shape[0], d_out=shape[1], sha256=weight_digest(values), format=form,
-                    load=lambda shape=shape, form=form, index=index: random_weight(shape, form, index),
+                    load=partial(random_weight, shape, form, index),
                 )
             )  # fmt: skip
     client.provision(weights)

@@ -45,7 +45,7 @@ class Here(Transport):
     def __init__(self, weights: list[NDArray[Any]]) -> None:
         super().__init__()
         kind = np.float32 if weights[0].dtype == np.float16 else np.float64
-        self._weights = [weight.astype(kind) for weight in weights]
+        self._weights: list[Any] = [weight.astype(kind) for weight in weights]
         self._operand: NDArray[Any] = np.empty(0)
 
     def operand(self, rows: int, d_in: int) -> NDArray[np.float16]:
@@ -55,7 +55,8 @@ class Here(Transport):
 
     def exchange(self, weight_id: int, rows: int, d_in: int, d_out: int) -> NDArray[np.float32]:
         """See :meth:`Transport.exchange`."""
-        return self._operand.astype(np.float32) @ self._weights[weight_id].T
+        product: NDArray[np.float32] = self._operand.astype(np.float32) @ self._weights[weight_id].T
+        return product
 
     def operand_words(self, rows: int, d_in: int) -> NDArray[np.uint32]:
         """See :meth:`Transport.operand_words`."""
@@ -65,7 +66,8 @@ class Here(Transport):
     def exchange_words(self, weight_id: int, rows: int, d_in: int, d_out: int) -> NDArray[np.uint32]:
         """See :meth:`Transport.exchange_words`. Operands in clear: products are small integers."""
         signed = self._operand.view(np.int32).astype(np.float64)
-        return (signed @ self._weights[weight_id].T).astype(np.int64).astype(np.uint32)
+        product: NDArray[np.float64] = signed @ self._weights[weight_id].T
+        return product.astype(np.int64).astype(np.uint32)
 
     def close(self) -> None:
         """Nothing to close."""

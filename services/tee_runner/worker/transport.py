@@ -83,9 +83,12 @@ class Transport(ABC):
             As :meth:`exchange`.
         """
 
-    @abstractmethod
     def answered(self) -> bool:
-        """Whether the answer is there, while :attr:`meanwhile` runs. Nothing of it has been checked."""
+        """Whether the answer is there, while :attr:`meanwhile` runs: nothing should delay it then.
+
+        Nothing of it has been checked. A transport that cannot tell says yes.
+        """
+        return True
 
     @abstractmethod
     def close(self) -> None:

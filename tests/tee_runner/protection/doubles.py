@@ -71,9 +71,6 @@ class ExactTransport(Transport):
     def exchange_words(self, weight_id: int, rows: int, d_in: int, d_out: int) -> NDArray[np.uint32]:
         raise AssertionError("these schemes send float16")
 
-    def answered(self) -> bool:
-        return True
-
     def close(self) -> None:
         self.closed = True
 

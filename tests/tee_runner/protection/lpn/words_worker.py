@@ -53,9 +53,6 @@ class WordsTransport(Transport):
             self.tamper(result)
         return result
 
-    def answered(self) -> bool:
-        return True
-
     def close(self) -> None:
         self.closed = True
 
