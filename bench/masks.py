@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from bench import report
-from tee_runner.protection.gaussian import standard_normals
+from tee_runner.memory import on_lines
+from tee_runner.protection.gaussian import fill_normals
 from tee_runner.protection.gelo.base import SHIELD_ROWS, GeloProtection
 from tee_runner.protection.gelo.dct4 import Dct4
 from tee_runner.protection.gelo.haar import Haar
@@ -94,16 +95,21 @@ def measure(family: type[GeloProtection], s: int, d: int, repeats: int) -> dict[
         sample = middle(draw, repeats)
     mask = masks[0]
     generator = np.random.default_rng(s)
-    rows = generator.standard_normal((n, d), dtype=np.float32)
-    result = generator.standard_normal((mask.s, d), dtype=np.float32)
-    normals = standard_normals(key.stream("bench"), shield_size(n, mask.s, d))
-    scales, out = np.ones(n, np.float32), np.empty((n, d), np.float32)
-    operand = np.zeros((mask.s, d), np.uint16)
+    rows, result, out = (on_lines((count, d), np.float32) for count in (n, mask.s, n))
+    for array in (rows, result):
+        generator.standard_normal(dtype=np.float32, out=array)
+    normals = on_lines(shield_size(n, mask.s, d), np.float32)
+    fill_normals(key.stream("bench"), normals)
+    scales = np.ones(n, np.float32)
+    operand = on_lines((mask.s, d), np.uint16)
+    operand.fill(0)
     sigma, one = np.float32(0.1), np.float32(1.0)
     apply_bytes = 4 * mask.s * d + operand.nbytes
     unapply_bytes = result.nbytes + out.nbytes
-    source = np.ones((apply_bytes + unapply_bytes) // 2, np.uint8)
-    target, copied = np.zeros_like(source), np.zeros_like(operand)
+    source, target = (on_lines((apply_bytes + unapply_bytes) // 2, np.uint8) for _ in range(2))
+    copied = on_lines(operand.shape, np.uint16)
+    for array in (source, target, copied):
+        array.fill(1)
 
     apply = middle(lambda: mask.apply(rows, scales, normals, sigma, one, operand), repeats)
     unapply = middle(lambda: mask.unapply(result, scales, one, out), repeats)

@@ -17,6 +17,7 @@ from tee_runner.decoder.kv_cache import KvCache
 from tee_runner.decoder.ple import per_layer_delta, per_layer_inputs
 from tee_runner.decoder.rope import rope_tables
 from tee_runner.decoder.weights import DecoderWeights, LayerWeights, LinearSpec
+from tee_runner.memory import on_lines
 from tee_runner.profile import Profile
 from tee_runner.protection.base import Float32, ForwardSession, Linear
 
@@ -283,5 +284,5 @@ class Decoder:
     def _buffer(self, name: str, rows: int, columns: int) -> Float32:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.size < rows * columns:
-            buffer = self._buffers[name] = np.empty(rows * columns, dtype=np.float32)
+            buffer = self._buffers[name] = on_lines(rows * columns, np.float32)
         return buffer[: rows * columns].reshape(rows, columns)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from tee_runner.decoder.attention import KEY_BLOCK
 from tee_runner.decoder.config import DecoderConfig, LayerConfig
 from tee_runner.errors import CapacityError
+from tee_runner.memory import pages
 
 KvDtype = Literal["float32", "bfloat16", "int8"]
 
@@ -116,9 +117,9 @@ class KvCache:
             stored = (slots, shape.positions, shape.heads * shape.depth)
             scales = (slots, shape.positions, shape.heads) if dtype == "int8" else (0, 0, 0)
             for part in parts[:2]:
-                part.append(np.zeros(stored, dtype=_STORED[dtype]))
+                part.append(pages(stored, _STORED[dtype]))
             for part in parts[2:]:
-                part.append(np.zeros(scales, dtype=np.float32))
+                part.append(pages(scales, np.float32))
             self._owned += [part[-1] for part in parts if part[-1].size]
         self.lengths: NDArray[np.int64] = np.zeros(slots, dtype=np.int64)
         self.max_len = max_len

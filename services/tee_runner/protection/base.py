@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tee_runner.errors import WorkerProtocolError
+from tee_runner.memory import on_lines
 from tee_runner.profile import Profile
 from tee_runner.protection.integrity import Integrity
 from tee_runner.protection.lpn.options import LpnOptions
@@ -296,7 +297,7 @@ class Scratch:
         """``size`` floats, uninitialised; valid until the next call."""
         if self._buffer.size < size:
             self.wipe()
-            self._buffer = np.empty(size, dtype=np.float32)
+            self._buffer = on_lines(size, np.float32)
         return self._buffer[:size]
 
     def wipe(self) -> None:

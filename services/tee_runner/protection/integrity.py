@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tee_runner.errors import GeloError, IntegrityError
+from tee_runner.memory import on_lines
 from tee_runner.protection.gaussian import standard_normals
 from tee_runner.protection.integrity_kernels import (
     CHUNK,
@@ -160,7 +161,8 @@ class Integrity:
         """
         weight = np.ascontiguousarray(load())
         d_out, d_in = weight.shape
-        v = np.zeros((self._pairs, d_out), dtype=np.float32)
+        v = on_lines((self._pairs, d_out), np.float32)
+        v.fill(0.0)
         v[: self.probes] = standard_normals(self._stream, self.probes * d_out).reshape(self.probes, d_out)
         parts = np.zeros((numba.get_num_threads(), self._pairs, d_in), dtype=np.float64)
         project_weight(weight.view(np.uint16), v, parts)
@@ -178,7 +180,7 @@ class Integrity:
             return view
         size = rows * d_in
         if self._operand.size < size:
-            self._operand = np.empty(size, dtype=np.uint16)
+            self._operand = on_lines(size, np.uint16)
             self._offloads.clear()
             self._views.clear()
         if len(self._views) >= _MAX_VIEWS:
@@ -268,7 +270,7 @@ class Integrity:
         d_in, d_out = projection.z.shape[1], projection.v.shape[1]
         pairs = self._pairs
         if self._result.size < rows * d_out:
-            self._result = np.empty(rows * d_out, dtype=np.float32)
+            self._result = on_lines(rows * d_out, np.float32)
             self._offloads.clear()
         if self._sums.size < rows * (2 * pairs + 1):
             self._sums.fill(0.0)

@@ -21,6 +21,7 @@ from tee_runner.protection.gelo.tiles import (
     copy_tail,
     finite,
     load_tile,
+    new_tile,
     piece_size,
     require_dense_rows,
     row_factors,
@@ -238,7 +239,7 @@ def dct4_apply_parallel(
     piece = piece_size(full, dct4_width(s))
     size = scratch.shape[0]
     for p in numba.prange((full + piece - 1) // piece):
-        own = np.empty(size, np.float32)
+        own = new_tile(size)
         end = min(full, (p + 1) * piece)
         _apply_columns(own, addresses, multipliers, twists, factors, public, operand, p * piece, end)
         own[:] = np.float32(0.0)
@@ -279,7 +280,7 @@ def dct4_unapply_parallel(
     third = signs[2]
     size = scratch.shape[0]
     for p in numba.prange(pieces):
-        own = np.empty(size, np.float32)
+        own = new_tile(size)
         end = min(full, (p + 1) * piece)
         _unapply_columns(own, addresses, third, twists, factors, public, out, p * piece, end, flags[p])
         own[:] = np.float32(0.0)

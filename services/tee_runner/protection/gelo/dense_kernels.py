@@ -18,6 +18,7 @@ from tee_runner.protection.gelo.tiles import (
     copy_tail,
     finite,
     load_tile,
+    new_tile,
     piece_size,
     require_dense_rows,
     row_factors,
@@ -115,7 +116,7 @@ def dense_apply_parallel(
     full = d // LANES * LANES
     piece = piece_size(full, width)
     for p in numba.prange((full + piece - 1) // piece):
-        own = np.empty(dense_floats(s, width), np.float32)
+        own = new_tile(dense_floats(s, width))
         end = min(full, (p + 1) * piece)
         for first in range(p * piece, end, width):
             used = min(width, end - first)
@@ -161,7 +162,7 @@ def dense_unapply_parallel(
     pieces = (full + piece - 1) // piece
     flags = np.zeros((pieces + 1, LANES), np.float32)
     for p in numba.prange(pieces):
-        own = np.empty(dense_floats(s, width), np.float32)
+        own = new_tile(dense_floats(s, width))
         end = min(full, (p + 1) * piece)
         for first in range(p * piece, end, width):
             used = min(width, end - first)

@@ -48,6 +48,7 @@ from tee_runner.protection.gelo.tiles import (
     apply_sources,
     copy_tail,
     finite,
+    new_tile,
     piece_size,
     require_dense_rows,
     row_factors,
@@ -271,7 +272,7 @@ def hd3_apply_parallel(
     full = d // LANES * LANES
     piece = piece_size(full, width)
     for p in numba.prange((full + piece - 1) // piece):
-        own = np.empty(tile_floats(s, width), np.float32)
+        own = new_tile(tile_floats(s, width))
         end = min(full, (p + 1) * piece)
         for first in range(p * piece, end, width):
             _apply_tile(
@@ -316,7 +317,7 @@ def hd3_unapply_parallel(result: Any, signs: Any, scales: Any, inverse: Any, out
     pieces = (full + piece - 1) // piece
     flags = np.zeros((pieces + 1, LANES), np.float32)
     for p in numba.prange(pieces):
-        own = np.empty(tile_floats(s, width), np.float32)
+        own = new_tile(tile_floats(s, width))
         end = min(full, (p + 1) * piece)
         for first in range(p * piece, end, width):
             _unapply_tile(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from tee_runner.memory import on_lines
 from tee_runner.protection.gaussian import fill_normals
 from tee_runner.protection.rng import SecretStream
 
@@ -42,7 +43,7 @@ class ShieldStock:
         if self._stock.size - self._used >= count:
             self._used += count
             return self._stock[self._used - count : self._used]
-        extra = np.empty(count, dtype=np.float32)
+        extra = on_lines(count, np.float32)
         fill_normals(self._stream, extra)
         self._extra.append(extra)
         return extra
@@ -54,7 +55,7 @@ class ShieldStock:
         self._demand = 0
         if size > self._stock.size:
             self._stock.fill(0.0)
-            self._stock = np.empty(size, dtype=np.float32)
+            self._stock = on_lines(size, np.float32)
             self._used = size
         if not self._used:
             return False

@@ -38,6 +38,14 @@ def tile_width(s: int) -> int:
 
 
 @numba.njit(nogil=True, cache=True)
+def new_tile(floats: int) -> Any:
+    """Uninitialised float32 memory for a tile, on cache lines."""
+    memory = np.empty(floats + LANES, np.float32)
+    first = -memory.ctypes.data % LINE // 4
+    return memory[first : first + floats]
+
+
+@numba.njit(nogil=True, cache=True)
 def shield_stride(d: int) -> int:
     """Floats from one shield row to the next: whole pairs of vectors."""
     return (d + 2 * LANES - 1) // (2 * LANES) * 2 * LANES

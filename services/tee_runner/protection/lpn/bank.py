@@ -17,7 +17,8 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from tee_runner.protection.lpn.layout import LANES, TILE_ROWS, pages, panels_of
+from tee_runner.memory import pages
+from tee_runner.protection.lpn.layout import LANES, TILE_ROWS, panels_of
 from tee_runner.protection.lpn.parameters import LpnParameters
 from tee_runner.protection.lpn.pool import RingWeight
 from tee_runner.protection.lpn.slots import SlotDraw, SlotPlan

@@ -8,8 +8,9 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from tee_runner.memory import PAGE, pages
+
 LANES: Final = 16  # columns of a panel, one vector of 32-bit words
-PAGE: Final = 4096
 TILE_ROWS: Final = 64  # rows that are swept together
 TILE_BYTES: Final = TILE_ROWS * LANES * 4
 assert TILE_BYTES == PAGE  # noqa: S101 - a fact about this module, checked at import
@@ -18,14 +19,6 @@ assert TILE_BYTES == PAGE  # noqa: S101 - a fact about this module, checked at i
 def panels_of(columns: int) -> int:
     """Panels that hold ``columns`` columns."""
     return -(-columns // LANES)
-
-
-def pages(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-    """A zero array that starts on a page."""
-    size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-    memory = np.zeros(size + PAGE, dtype=np.uint8)
-    start = -int(memory.ctypes.data) % PAGE
-    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def rows_per_page(item_bytes: int) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tee_runner.errors import GeloError
+from tee_runner.memory import on_lines
 from tee_runner.protection.base import (
     Float32,
     ForwardSession,
@@ -218,7 +219,8 @@ class RingProtection(Protection):
         if self._x.size < size or len(self._row_scales) < rows:
             self.wipe()
             self._x_used = size
-            self._x = np.zeros(max(size, self._x.size), dtype=np.int32)
+            self._x = on_lines(max(size, self._x.size), np.int32)
+            self._x.fill(0)
             self._row_scales = np.zeros(max(rows, len(self._row_scales)), dtype=np.float32)
             shape = (2, len(self._row_scales), self.probes.count)
             self._checks = np.zeros(shape, dtype=np.int64)

@@ -32,7 +32,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from tee_runner.protection.lpn.layout import LANES, PAGE, TILE_ROWS, pages, rows_per_page
+from tee_runner.memory import PAGE, pages
+from tee_runner.protection.lpn.layout import LANES, TILE_ROWS, rows_per_page
 from tee_runner.protection.rng import SecretStream
 from tee_runner.simd import I32, I64, INTEGERS, POINTER, Emitter
 

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tee_runner.memory import PAGE
 from tee_runner.protection.lpn import slots as module
-from tee_runner.protection.lpn.layout import LANES, PAGE, TILE_ROWS
+from tee_runner.protection.lpn.layout import LANES, TILE_ROWS
 from tee_runner.protection.lpn.slots import MAX_QUOTA, SlotDraw, SlotPlan
 
 from .words_worker import key_of

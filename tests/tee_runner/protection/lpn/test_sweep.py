@@ -9,17 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tee_runner.memory import PAGE, pages
 from tee_runner.protection.lpn import sweep_kernels as module
 from tee_runner.protection.lpn.bank import Source, Sweep, Tools
-from tee_runner.protection.lpn.layout import (
-    LANES,
-    PAGE,
-    TILE_ROWS,
-    empty_panels,
-    pack_rows,
-    pages,
-    unpack_rows,
-)
+from tee_runner.protection.lpn.layout import LANES, TILE_ROWS, empty_panels, pack_rows, unpack_rows
 from tee_runner.protection.lpn.matrix import public_matrix
 from tee_runner.protection.lpn.parameters import LpnParameters
 from tee_runner.protection.lpn.pool import RingWeight
