@@ -166,7 +166,8 @@ class Integrity:
         v[: self.probes] = standard_normals(self._stream, self.probes * d_out).reshape(self.probes, d_out)
         parts = np.zeros((numba.get_num_threads(), self._pairs, d_in), dtype=np.float64)
         project_weight(weight.view(np.uint16), v, parts)
-        z = parts.sum(axis=0).astype(np.float32)
+        z = on_lines((self._pairs, d_in), np.float32)
+        z[...] = parts.sum(axis=0)
         parts.fill(0.0)
         norm = norm or spectral_norm(weight)
         gain = _UNIT_ROUNDOFF * math.sqrt(d_in + _OWN_TERMS) * norm

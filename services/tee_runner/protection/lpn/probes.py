@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tee_runner.errors import IntegrityError
+from tee_runner.memory import on_lines
 from tee_runner.protection.integrity import MAX_PROBES
 from tee_runner.protection.lpn.fold_kernels import project
 from tee_runner.protection.rng import SecretStream
@@ -56,8 +57,10 @@ class Probes:
         self, weight_id: int, panels: NDArray[np.int8] | NDArray[np.int16], d_in: int, d_out: int
     ) -> None:
         """Draw v for a weight, given as panels of its transpose, and project the weight onto it."""
-        v = self._stream.words(self.count * d_out).view(np.int32).reshape(self.count, d_out)
-        w = np.zeros((self.count, d_in), dtype=np.int64)
+        v = on_lines((self.count, d_out), np.int32)
+        self._stream.fill(v.view(np.uint32))
+        w = on_lines((self.count, d_in), np.int64)
+        w.fill(0)
         if self.count:
             project(panels, v, w)
         self._probes[weight_id] = Probe(v, w)
