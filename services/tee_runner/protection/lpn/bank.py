@@ -336,7 +336,6 @@ class Banks:
         self._banks: dict[int, Bank] = {}
         # The most rows that a weight took in this pass.
         self._rows = 0
-        self._idle_at = 0
         # Column panels that are due, and whose.
         self._owed = 0
         self._low: list[Bank] = []
@@ -378,13 +377,8 @@ class Banks:
         return False
 
     def idle(self, panels: int) -> bool:
-        """Sweep at most ``panels`` column panels where there is room; False when all banks are full."""
-        banks = list(self._banks.values())
-        for _ in banks:
-            if banks[self._idle_at].advance(panels):
-                return True
-            self._idle_at = (self._idle_at + 1) % len(banks)
-        return False
+        """Sweep at most ``panels`` column panels of the emptiest bank; False when all are full."""
+        return any(bank.advance(panels) for bank in sorted(self, key=lambda bank: bank.ready))
 
     def wipe(self) -> None:
         """Overwrite everything."""

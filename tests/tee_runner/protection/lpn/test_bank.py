@@ -223,3 +223,16 @@ def test_idle_work_comes_in_small_pieces_and_ends() -> None:
 def test_a_bank_holds_whole_tiles(capacity: int) -> None:
     with pytest.raises(ValueError, match="multiple of 64"):
         bank_of(capacity)
+
+
+def test_idle_work_begins_with_the_emptiest_bank() -> None:
+    banks, weights = banks_of(3)
+    for n in (64, 128):  # none gets more before all have as much
+        while min(bank.ready for bank in banks) < n:
+            assert banks.idle(3)
+            assert max(bank.ready for bank in banks) <= n
+    rows_of(banks.take(1, 100), weights[1])
+    banks.end_pass()
+    while banks._banks[1].ready < 64:
+        assert banks.idle(1)
+    assert [bank.ready for bank in banks] == [128, 92, 128]
