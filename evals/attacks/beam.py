@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evals.attacks.model import HEAD_LAYER
-from evals.attacks.public import Place, PublicModel
+from evals.attacks.public import PublicModel
+from evals.attacks.steps import Place
 from evals.attacks.walk import Beam, Evidence, Float32, Walk
 
 Int64 = NDArray[np.int64]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 
 from evals.attacks.corpus import Encoder
 from evals.attacks.model import HEAD_LAYER, Op
+from evals.attacks.steps import Place, Prefix, Step
 from tee_runner.decoder import kernels
 from tee_runner.decoder.config import DecoderConfig
 from tee_runner.decoder.forward import Decoder, LinearHandles, RaggedBatch
@@ -22,50 +22,12 @@ from tee_runner.decoder.weights import DecoderWeights, LayerWeights, LinearSpec
 from tee_runner.protection.base import Float32, ForwardSession, Linear
 
 _OPS: tuple[Op, ...] = ("qkv", "o", "gate_up", "down")
-Place = tuple[int, Op]
 # Candidates of one batched step: bounds the memory of a step over the full vocabulary.
 _STEP_ROWS = 4096
 # The first layer's products of the whole vocabulary are kept up to this size.
 _FIRST_BYTES = 512 << 20
 _EMPTY = np.empty(0, dtype=np.float32)
 _NO_SCALES = np.empty((0, 0, 0), dtype=np.float32)
-
-
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """Tokens that are taken as known, and their keys and values.
-
-    ``keys[layer]`` and ``values[layer]`` are ``(p, kv_dim)`` float32 for p tokens; only the
-    layers that the steps so far went through.
-    """
-
-    tokens: tuple[int, ...]
-    keys: tuple[Float32, ...]
-    values: tuple[Float32, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What C candidates for the next token give: ``rows[place]`` ``(C, d_in)`` float32 operand
-    rows, and per layer passed the candidates' own keys and values ``(C, kv_dim)``.
-    """
-
-    prefix: Prefix
-    tokens: NDArray[np.int64]
-    rows: Mapping[Place, Float32]
-    keys: tuple[Float32, ...]
-    values: tuple[Float32, ...]
-
-    def take(self, index: int) -> Prefix:
-        """The prefix with candidate ``index`` appended."""
-
-        def grow(old: tuple[Float32, ...], new: tuple[Float32, ...]) -> tuple[Float32, ...]:
-            if not self.prefix.tokens:
-                return tuple(n[index : index + 1].copy() for n in new)
-            return tuple(np.concatenate([o, n[index : index + 1]]) for o, n in zip(old, new, strict=False))
-
-        tokens = (*self.prefix.tokens, int(self.tokens[index]))
-        return Prefix(tokens, grow(self.prefix.keys, self.keys), grow(self.prefix.values, self.values))
 
 
 class _Stop(Exception):  # noqa: N818 - ends a pass early, not an error

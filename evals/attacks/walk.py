@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evals.attacks.model import HEAD_LAYER, Capture, Op, View
-from evals.attacks.public import Place, Prefix, PublicModel, Step
+from evals.attacks.public import PublicModel
+from evals.attacks.steps import Place, Prefix, Step
 from evals.attacks.subspace import (
     basis,
     outside,

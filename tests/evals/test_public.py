@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from evals.attacks.model import HEAD_LAYER
-from evals.attacks.public import Place, PublicModel
+from evals.attacks.public import PublicModel
+from evals.attacks.steps import Place
 from tests.evals.tiny import LAYERS, OPS, VOCAB, tiny_model
 
 EVERYWHERE: set[Place] = {(layer, op) for layer in range(LAYERS) for op in OPS} | {(HEAD_LAYER, "lm_head")}

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from evals.attacks.corpus import candidates
 from evals.attacks.kept import kept
 from evals.attacks.model import HEAD_LAYER, Attack, CorpusName, Outcome, Report, Truth, View
-from evals.attacks.public import Place, PublicModel
+from evals.attacks.public import PublicModel
 from evals.attacks.relative_leverage import relative_leverages
+from evals.attacks.steps import Place
 from evals.attacks.subspace import joint_basis, joint_residuals
 from evals.attacks.walk import Evidence, evidence_of, score_vocabulary
 

@@ -21,7 +21,8 @@ from evals.attacks.model import (
     Truth,
     View,
 )
-from evals.attacks.public import Place, Prefix, PublicModel, Step
+from evals.attacks.public import PublicModel
+from evals.attacks.steps import Place, Prefix, Step
 from evals.attacks.walk import (
     Beam,
     Evidence,
