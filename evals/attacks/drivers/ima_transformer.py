@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -33,9 +33,6 @@ from evals.attacks.drivers.own_text import own_rows, training_pairs
 from evals.attacks.drivers.simulate import can_simulate, simulate
 from evals.attacks.kept import kept
 from evals.attacks.model import Attack, Outcome, Report, Truth, View
-
-if TYPE_CHECKING:
-    import torch
 
 # Plain rows must be inverted at least this well for a failure elsewhere to mean anything.
 CONTROL = 0.5
@@ -75,49 +72,6 @@ def features(rows: Float32) -> Float32:
     )
 
 
-def _build(width_in: int, skip: Float32, offset: Float32, training: Training) -> torch.nn.Module:
-    """The inverter: ``(B, s, d + 1)`` and a padding mask to predicted embeddings ``(B, s, hidden)``."""
-    import torch
-    from torch import nn
-
-    class Inverter(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            layer = nn.TransformerEncoderLayer(
-                training.width, training.heads, 4 * training.width,
-                dropout=0.0, activation="gelu", batch_first=True, norm_first=True,
-            )  # fmt: skip
-            self.enter = nn.Linear(width_in, training.width)
-            self.encoder = nn.TransformerEncoder(layer, training.layers, enable_nested_tensor=False)
-            self.leave = nn.Linear(training.width, skip.shape[1])
-            self.skip = nn.Linear(*skip.shape)
-            self.temperature = nn.Parameter(torch.tensor(3.0))
-            with torch.no_grad():
-                self.skip.weight.copy_(torch.from_numpy(skip.T.copy()))
-                self.skip.bias.copy_(torch.from_numpy(offset))
-            nn.init.zeros_(self.leave.weight)
-            nn.init.zeros_(self.leave.bias)
-
-        def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
-            encoded = self.encoder(self.enter(x), src_key_padding_mask=padding)
-            out: torch.Tensor = self.skip(x[..., :-1]) + self.leave(encoded)
-            return nn.functional.normalize(out, dim=-1)
-
-    return Inverter()
-
-
-def _padded(found: Sequence[Block]) -> tuple[torch.Tensor, torch.Tensor]:
-    import torch
-
-    longest = max(len(b.rows) for b in found)
-    x = np.zeros((len(found), longest, found[0].rows.shape[1] + 1), dtype=np.float32)
-    padding = np.ones((len(found), longest), dtype=np.bool_)
-    for i, block in enumerate(found):
-        x[i, : len(block.rows)] = features(block.rows)
-        padding[i, : len(block.rows)] = False
-    return torch.from_numpy(x), torch.from_numpy(padding)
-
-
 def train(
     sample: Sampler,
     judged: Sequence[Block],
@@ -133,16 +87,24 @@ def train(
 
     The loss is that of the set of tokens of an operand under the mean of all rows' predictions (a
     mask may move a token to any row) and, unless ``masked``, that of the token of each row. The
-    state that recovers most of ``judged`` is kept, the untrained one included.
+    state that recovers most of ``judged`` is kept, the untrained one included; one that recovers all ends
+    the training, since none is better.
     Returns predicted embeddings of norm 1 ``(s, hidden)`` for each operand.
     """
     import torch
 
+    from evals.attacks.drivers.inverter import Batch, Inverter, loss
+
     torch.manual_seed(int(rng.integers(2**31)))
     ridge = Ridge(start.rows, answers[start.tokens], [_ALPHA])
     offset = ridge.predict(np.zeros((1, start.rows.shape[1]), dtype=np.float32), 0)[0]
-    model = _build(start.rows.shape[1] + 1, ridge.weights(0), offset, training)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=training.learning_rate, weight_decay=0.01)
+    model = Inverter(
+        start.rows.shape[1] + 1, ridge.weights(0), offset,
+        width=training.width, heads=training.heads, layers=training.layers,
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=training.learning_rate, weight_decay=0.01, fused=True
+    )
     steps = max(1, training.steps)
     warm = max(1, steps // 10)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -159,8 +121,8 @@ def train(
         with torch.no_grad():
             for begin in range(0, len(operands), 32):
                 part = operands[begin : begin + 32]
-                out = model(*_padded(part)).numpy()
-                predicted += [rows[: len(b.rows)] for rows, b in zip(out, part, strict=True)]
+                out = model(Batch.of([features(b.rows) for b in part])).numpy()
+                predicted += np.split(out, np.cumsum([len(b.rows) for b in part])[:-1])
         return predicted
 
     def keep_best(best: float, state: dict[str, Any]) -> tuple[float, dict[str, Any]]:
@@ -171,13 +133,14 @@ def train(
 
     best, state = keep_best(-1.0, {})
     for step in range(training.steps):
+        if best >= 1.0:
+            break
         found = [sample(rng) for _ in range(training.operands)]
-        x, padding = _padded(found)
+        batch = Batch.of([features(b.rows) for b in found])
         drawn = rng.integers(0, len(answers), training.rivals)
         candidates = np.unique(np.concatenate([*(b.tokens for b in found), drawn]))
-        loss = _loss(model, x, padding, found, candidates, answers, masked)
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss(model, batch, found, candidates, answers, masked=masked).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
@@ -186,24 +149,6 @@ def train(
         progress((step + 1) / training.steps)
     model.load_state_dict(state)
     return predict
-
-
-def _loss(
-    model: Any, x: torch.Tensor, padding: torch.Tensor, found: Sequence[Block], candidates: Int64,
-    answers: Float32, masked: bool,
-) -> torch.Tensor:  # fmt: skip
-    import torch
-
-    logits = model(x, padding) @ torch.from_numpy(answers[candidates]).T * model.temperature.exp()
-    log_p = torch.log_softmax(logits, dim=-1)
-    operand = np.repeat(np.arange(len(found)), [len(b.tokens) for b in found])
-    row = np.concatenate([b.aligned for b in found])
-    token = np.searchsorted(candidates, np.concatenate([b.tokens for b in found]))
-    absent = padding[..., None]
-    pooled = torch.logsumexp(log_p.masked_fill(absent, -torch.inf), dim=1)
-    present = (~absent).sum(dim=1).log()
-    by_set = -(pooled - present)[operand, token].mean()
-    return by_set if masked else by_set - log_p[operand, row, token].mean()
 
 
 def _sampler(
@@ -275,7 +220,7 @@ class TransformerInversion(Attack):
                 "other_operand": recovery(hits.other),
                 "control_plain": control,
                 "layer": float(place[0]),
-                "steps": float(self._training.steps),
+                "most steps": float(self._training.steps),
                 "tokens": float(sum(len(h) for h in hits.any_row)),
             },
             interpretable=control >= CONTROL,

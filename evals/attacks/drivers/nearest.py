@@ -50,7 +50,7 @@ def wire_rows(operand: NDArray[np.generic]) -> Float32:
 
 def unit_rows(rows: Float32) -> Float32:
     """Rows scaled to norm 1; zero rows stay zero."""
-    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    norms = np.sqrt(np.einsum("nd,nd->n", rows, rows))[:, None]
     scaled: Float32 = rows / np.maximum(norms, np.finfo(np.float32).tiny)
     return scaled
 
