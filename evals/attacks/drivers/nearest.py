@@ -50,8 +50,12 @@ def wire_rows(operand: NDArray[np.generic]) -> Float32:
 
 def unit_rows(rows: Float32) -> Float32:
     """Rows scaled to norm 1; zero rows stay zero."""
-    norms = np.sqrt(np.einsum("nd,nd->n", rows, rows))[:, None]
-    scaled: Float32 = rows / np.maximum(norms, np.finfo(np.float32).tiny)
+    scaled = np.empty(rows.shape, dtype=np.float32)
+    # In parts that stay in the cache. Sums of a row do not depend on the part it is in.
+    for begin in range(0, len(rows), _CHUNK):
+        part = rows[begin : begin + _CHUNK]
+        norms = np.linalg.norm(part, axis=1, keepdims=True)
+        np.divide(part, np.maximum(norms, np.finfo(np.float32).tiny), out=scaled[begin : begin + _CHUNK])
     return scaled
 
 
