@@ -29,6 +29,7 @@ from tee_runner.protection.base import (
     require_finite,
 )
 from tee_runner.protection.gaussian import standard_normals
+from tee_runner.protection.gelo.base import mask_blocks
 from tee_runner.protection.gelo.haar import haar_matrix
 from tee_runner.protection.rng import SecretKey, SecretStream
 from tee_runner.worker.transport import Transport
@@ -109,7 +110,7 @@ class _MixedSession(ForwardSession):
 
     def linear(self, weight: Linear, rows: Float32, counts: Sequence[int], out: Float32) -> None:
         protection, options = self._protection, self._protection.options
-        blocks = _blocks(counts, shared=protection.masks.shared_decode)
+        blocks = mask_blocks(counts, shared_decode=protection.masks.shared_decode)
         shields = [options.shield(n) for _, n in blocks]
         total = len(rows) + sum(shields)
         operand = protection.operand(weight, total)
@@ -195,22 +196,6 @@ def _operand_scale(n: int, k: int, sigma: float, stretch: float) -> float:
     """
     bound = stretch * math.sqrt(4.0 * n + k * (6.8 * sigma) ** 2)
     return 2.0 ** math.floor(math.log2(OPERAND_LIMIT / bound))
-
-
-def _blocks(counts: Sequence[int], *, shared: bool) -> list[tuple[int, int]]:
-    """``(first sequence, rows)`` of each block that has a mask of its own; see ``MaskOptions``."""
-    blocks: list[tuple[int, int]] = []
-    single = False
-    for sequence, n in enumerate(counts):
-        if not n:
-            continue
-        if shared and n == 1 and single:
-            first, rows = blocks[-1]
-            blocks[-1] = (first, rows + 1)
-        else:
-            blocks.append((sequence, n))
-        single = n == 1
-    return blocks
 
 
 def left_in_runner(base: type[Protection], *, first_layers: int, last: bool) -> type[Protection]:
