@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from tee_runner.errors import WorkerProtocolError
-from tee_runner.memory import on_lines
+from tee_runner.memory import LINE, on_lines
 from tee_runner.profile import Profile
 from tee_runner.protection.integrity import Integrity
 from tee_runner.protection.lpn.options import LpnOptions
@@ -22,6 +23,7 @@ from tee_runner.worker.transport import Transport
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
 Result = TypeVar("Result")
+_LINE_FLOATS = LINE // 4
 # Called with what is being done, how much of it is done, and of how much.
 Progress = Callable[[str, int, int], None]
 
@@ -299,6 +301,15 @@ class Scratch:
             self.wipe()
             self._buffer = on_lines(size, np.float32)
         return self._buffer[:size]
+
+    def tiles(self, size: int) -> Float32:
+        """``size`` floats at least for each thread of a kernel, ``(threads, floats)``, rows on cache lines.
+
+        As :meth:`take`.
+        """
+        floats = -(-size // _LINE_FLOATS) * _LINE_FLOATS
+        threads = numba.get_num_threads()
+        return self.take(threads * floats).reshape(threads, floats)
 
     def wipe(self) -> None:
         """Overwrite what was written."""

@@ -97,14 +97,15 @@ def test_serial_and_parallel_kernels_agree_bit_by_bit(s: int) -> None:
     scales, one = np.ones(n, np.float32), np.float32(s**-1.5)
     normals = generator.standard_normal(shield_size(n, s, d)).astype(np.float32)
     signs = draw_signs(key_of(s).stream("signs"), s)
-    scratch = np.full(tile_floats(s, tile_width(s)), np.nan, np.float32)
+    floats = tile_floats(s, tile_width(s))
+    scratches = [np.full(shape, np.nan, np.float32) for shape in (floats, (2, floats))]
     operands = [np.full((s, d), 0x7E00, np.uint16) for _ in range(2)]
-    for kernel, operand in zip((hd3_apply, hd3_apply_parallel), operands, strict=True):
+    for kernel, operand, scratch in zip((hd3_apply, hd3_apply_parallel), operands, scratches, strict=True):
         kernel(rows, scales, normals, np.float32(0.5), signs, one, operand, scratch)
     np.testing.assert_array_equal(*operands)
     result = operands[0].view(np.float16).astype(np.float32)
     backs = [np.full((n, d), np.nan, np.float32) for _ in range(2)]
-    for kernel, back in zip((hd3_unapply, hd3_unapply_parallel), backs, strict=True):
+    for kernel, back, scratch in zip((hd3_unapply, hd3_unapply_parallel), backs, scratches, strict=True):
         assert kernel(result, signs, scales, one, back, scratch) is False
     np.testing.assert_array_equal(*backs)
     # The operand's float16 rounding is spread over the column: its deviation is below 2⁻¹¹ of

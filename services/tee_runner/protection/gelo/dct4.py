@@ -68,14 +68,18 @@ class Dct4Mask(Mask):
         operand: NDArray[np.uint16],
     ) -> None:  # fmt: skip
         """See :meth:`Mask.apply`."""
-        kernel = dct4_apply if operand.size <= SERIAL_ELEMENTS else dct4_apply_parallel
-        scratch = self._scratch.take(self._floats)
+        if operand.size <= SERIAL_ELEMENTS:
+            kernel, scratch = dct4_apply, self._scratch.take(self._floats)
+        else:
+            kernel, scratch = dct4_apply_parallel, self._scratch.tiles(self._floats)
         kernel(rows, scales, normals, sigma, self._signs, self._twists, self._public, scale, operand, scratch)
 
     def unapply(self, result: Float32, scales: Float32, inverse: Any, out: Float32) -> bool:
         """See :meth:`Mask.unapply`."""
-        kernel = dct4_unapply if result.size <= SERIAL_ELEMENTS else dct4_unapply_parallel
-        scratch = self._scratch.take(self._floats)
+        if result.size <= SERIAL_ELEMENTS:
+            kernel, scratch = dct4_unapply, self._scratch.take(self._floats)
+        else:
+            kernel, scratch = dct4_unapply_parallel, self._scratch.tiles(self._floats)
         return bool(kernel(result, self._signs, self._twists, self._public, scales, inverse, out, scratch))
 
     def wipe(self) -> None:

@@ -21,7 +21,6 @@ from tee_runner.protection.gelo.tiles import (
     copy_tail,
     finite,
     load_tile,
-    new_tile,
     piece_size,
     require_dense_rows,
     row_factors,
@@ -227,23 +226,21 @@ def dct4_apply(
 @numba.njit(nogil=True, cache=True, parallel=True)
 def dct4_apply_parallel(
     rows: Any, scales: Any, normals: Any, sigma: Any, signs: Any, twists: Any, public: Any, scale: Any,
-    operand: Any, scratch: Any,
+    operand: Any, tiles: Any,
 ) -> None:  # fmt: skip
-    """:func:`dct4_apply` on all threads."""
+    """:func:`dct4_apply` on all threads; ``tiles`` (threads, floats of ``scratch`` at least)."""
     s, d = operand.shape
     addresses, multipliers = np.empty(s, np.int64), np.empty(s, np.float32)
     apply_sources(rows, scales, normals, sigma, addresses, multipliers)
     require_dense_rows(operand)
     factors = signs[2] * scale
     full = d // _unit(s) * _unit(s)
-    piece = piece_size(full, dct4_width(s))
-    size = scratch.shape[0]
+    piece = piece_size(full, dct4_width(s), len(tiles))
     for p in numba.prange((full + piece - 1) // piece):
-        own = new_tile(size)
+        own = tiles[p]
         end = min(full, (p + 1) * piece)
         _apply_columns(own, addresses, multipliers, twists, factors, public, operand, p * piece, end)
-        own[:] = np.float32(0.0)
-    _apply_tail(rows, scratch, addresses, multipliers, twists, factors, public, operand)
+    _apply_tail(rows, tiles[0], addresses, multipliers, twists, factors, public, operand)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -265,24 +262,22 @@ def dct4_unapply(
 
 @numba.njit(nogil=True, cache=True, parallel=True)
 def dct4_unapply_parallel(
-    result: Any, signs: Any, twists: Any, public: Any, scales: Any, inverse: Any, out: Any, scratch: Any
+    result: Any, signs: Any, twists: Any, public: Any, scales: Any, inverse: Any, out: Any, tiles: Any
 ) -> bool:
-    """:func:`dct4_unapply` on all threads."""
+    """:func:`dct4_unapply` on all threads; ``tiles`` (threads, floats of ``scratch`` at least)."""
     s, d = result.shape
     addresses, factors = np.empty(s, np.int64), np.empty(scales.shape[0], np.float32)
     unapply_sources(result, addresses)
     require_dense_rows(out)
     row_factors(scales, inverse, factors)
     full = d // _unit(s) * _unit(s)
-    piece = piece_size(full, dct4_width(s))
+    piece = piece_size(full, dct4_width(s), len(tiles))
     pieces = (full + piece - 1) // piece
     flags = np.zeros((pieces + 1, LANES), np.float32)
     third = signs[2]
-    size = scratch.shape[0]
     for p in numba.prange(pieces):
-        own = new_tile(size)
+        own = tiles[p]
         end = min(full, (p + 1) * piece)
         _unapply_columns(own, addresses, third, twists, factors, public, out, p * piece, end, flags[p])
-        own[:] = np.float32(0.0)
-    _unapply_tail(result, scratch, addresses, third, twists, factors, public, out, flags[pieces])
+    _unapply_tail(result, tiles[0], addresses, third, twists, factors, public, out, flags[pieces])
     return not finite(flags)

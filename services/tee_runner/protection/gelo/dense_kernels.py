@@ -18,7 +18,6 @@ from tee_runner.protection.gelo.tiles import (
     copy_tail,
     finite,
     load_tile,
-    new_tile,
     piece_size,
     require_dense_rows,
     row_factors,
@@ -104,9 +103,9 @@ def dense_apply(
 
 @numba.njit(nogil=True, cache=True, parallel=True)
 def dense_apply_parallel(
-    rows: Any, scales: Any, normals: Any, sigma: Any, mask: Any, scale: Any, operand: Any, scratch: Any
+    rows: Any, scales: Any, normals: Any, sigma: Any, mask: Any, scale: Any, operand: Any, tiles: Any
 ) -> None:
-    """:func:`dense_apply` on all threads."""
+    """:func:`dense_apply` on all threads; ``tiles`` (threads, floats of ``scratch`` at least)."""
     s, d = operand.shape
     width = tile_width(s)
     addresses, multipliers = np.empty(s, np.int64), np.empty(s, np.float32)
@@ -114,16 +113,15 @@ def dense_apply_parallel(
     require_dense_rows(operand)
     factors = np.full(s, scale, np.float32)
     full = d // LANES * LANES
-    piece = piece_size(full, width)
+    piece = piece_size(full, width, len(tiles))
     for p in numba.prange((full + piece - 1) // piece):
-        own = new_tile(dense_floats(s, width))
+        own = tiles[p]
         end = min(full, (p + 1) * piece)
         for first in range(p * piece, end, width):
             used = min(width, end - first)
             mixed = _mix(own, addresses, multipliers, mask, first * 4, used)
             store_halves(mixed, factors, operand.ctypes.data + first * 2, operand.strides[0], used)
-        own[:] = np.float32(0.0)
-    _apply_tail(rows, scratch, addresses, multipliers, mask, factors, operand)
+    _apply_tail(rows, tiles[0], addresses, multipliers, mask, factors, operand)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -147,9 +145,9 @@ def dense_unapply(result: Any, inverse_mask: Any, scales: Any, inverse: Any, out
 
 @numba.njit(nogil=True, cache=True, parallel=True)
 def dense_unapply_parallel(
-    result: Any, inverse_mask: Any, scales: Any, inverse: Any, out: Any, scratch: Any
+    result: Any, inverse_mask: Any, scales: Any, inverse: Any, out: Any, tiles: Any
 ) -> bool:
-    """:func:`dense_unapply` on all threads."""
+    """:func:`dense_unapply` on all threads; ``tiles`` (threads, floats of ``scratch`` at least)."""
     s, d = result.shape
     width = tile_width(s)
     addresses, ones = np.empty(s, np.int64), np.ones(s, np.float32)
@@ -158,16 +156,15 @@ def dense_unapply_parallel(
     factors = np.empty(scales.shape[0], np.float32)
     row_factors(scales, inverse, factors)
     full = d // LANES * LANES
-    piece = piece_size(full, width)
+    piece = piece_size(full, width, len(tiles))
     pieces = (full + piece - 1) // piece
     flags = np.zeros((pieces + 1, LANES), np.float32)
     for p in numba.prange(pieces):
-        own = new_tile(dense_floats(s, width))
+        own = tiles[p]
         end = min(full, (p + 1) * piece)
         for first in range(p * piece, end, width):
             used = min(width, end - first)
             mixed = _mix(own, addresses, ones, inverse_mask, first * 4, used)
             store_rows(mixed, factors, out.ctypes.data + first * 4, out.strides[0], used, flags[p])
-        own[:] = np.float32(0.0)
-    _unapply_tail(result, scratch, addresses, ones, inverse_mask, factors, out, flags[pieces])
+    _unapply_tail(result, tiles[0], addresses, ones, inverse_mask, factors, out, flags[pieces])
     return not finite(flags)

@@ -42,14 +42,18 @@ class DenseMask(Mask):
         operand: NDArray[np.uint16],
     ) -> None:  # fmt: skip
         """See :meth:`Mask.apply`."""
-        kernel = dense_apply if operand.size <= SERIAL_ELEMENTS else dense_apply_parallel
-        scratch = self._scratch.take(self._floats)
+        if operand.size <= SERIAL_ELEMENTS:
+            kernel, scratch = dense_apply, self._scratch.take(self._floats)
+        else:
+            kernel, scratch = dense_apply_parallel, self._scratch.tiles(self._floats)
         kernel(rows, scales, normals, sigma, self._mask, scale, operand, scratch)
 
     def unapply(self, result: Float32, scales: Float32, inverse: Any, out: Float32) -> bool:
         """See :meth:`Mask.unapply`."""
-        kernel = dense_unapply if result.size <= SERIAL_ELEMENTS else dense_unapply_parallel
-        scratch = self._scratch.take(self._floats)
+        if result.size <= SERIAL_ELEMENTS:
+            kernel, scratch = dense_unapply, self._scratch.take(self._floats)
+        else:
+            kernel, scratch = dense_unapply_parallel, self._scratch.tiles(self._floats)
         return bool(kernel(result, self._inverse, scales, inverse, out, scratch))
 
     def wipe(self) -> None:

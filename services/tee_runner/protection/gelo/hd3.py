@@ -83,8 +83,10 @@ class Hd3Mask(Mask):
         operand: NDArray[np.uint16],
     ) -> None:  # fmt: skip
         """See :meth:`Mask.apply`."""
-        kernel = hd3_apply if operand.size <= SERIAL_ELEMENTS else hd3_apply_parallel
-        scratch = self._scratch.take(self._floats)
+        if operand.size <= SERIAL_ELEMENTS:
+            kernel, scratch = hd3_apply, self._scratch.take(self._floats)
+        else:
+            kernel, scratch = hd3_apply_parallel, self._scratch.tiles(self._floats)
         kernel(rows, scales, normals, sigma, self._signs, np.float32(scale * self._normal), operand, scratch)
 
     def unapply(self, result: Float32, scales: Float32, inverse: Any, out: Float32) -> bool:
@@ -92,8 +94,10 @@ class Hd3Mask(Mask):
         factor = np.float32(inverse * self._normal)
         if self._inverse is not None:
             return bool(rows_unapply(result, self._inverse, scales, factor, out))
-        scratch = self._scratch.take(self._floats)
-        kernel = hd3_unapply if result.size <= SERIAL_ELEMENTS else hd3_unapply_parallel
+        if result.size <= SERIAL_ELEMENTS:
+            kernel, scratch = hd3_unapply, self._scratch.take(self._floats)
+        else:
+            kernel, scratch = hd3_unapply_parallel, self._scratch.tiles(self._floats)
         return bool(kernel(result, self._signs, scales, factor, out, scratch))
 
     def sums_on_the_way(self, d_out: int) -> bool:

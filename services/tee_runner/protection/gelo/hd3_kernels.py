@@ -17,6 +17,7 @@ import numba
 import numpy as np
 
 from tee_runner.protection.gelo.hd3_passes import (
+    AHEAD,
     cascade_half16,
     cascade_rows16,
     double4,
@@ -40,7 +41,6 @@ from tee_runner.protection.gelo.hd3_plan import (
     radix_of,
     row_step,
     span_of,
-    tile_floats,
 )
 from tee_runner.protection.gelo.tiles import (
     LANES,
@@ -48,7 +48,6 @@ from tee_runner.protection.gelo.tiles import (
     apply_sources,
     copy_tail,
     finite,
-    new_tile,
     piece_size,
     require_dense_rows,
     row_factors,
@@ -63,15 +62,17 @@ def _begin(addresses: Any, multipliers: Any, offset: int, tile: int, radix: int,
     """The first pass: load and transform neighbouring rows."""
     row = width * 4
     group = radix * row + LINE
+    # Data rows and shield rows are about as far apart.
+    ahead = AHEAD * (addresses[1] - addresses[0])
     for b in range(addresses.shape[0] // radix):
         at = tile + b * group
         source = addresses.ctypes.data + b * radix * 8
         scale = multipliers.ctypes.data + b * radix * 4
         for c in range(0, row, LINE):
             if radix == 16:
-                first16((source, scale, offset + c, at + c, row))
+                first16((source, scale, offset + c, at + c, row, ahead))
             else:
-                first8((source, scale, offset + c, at + c, row))
+                first8((source, scale, offset + c, at + c, row, ahead))
 
 
 @numba.njit(nogil=True, cache=True)
@@ -145,17 +146,19 @@ def _apply_tile(
     _middle(at, s, width, diagonals, diagonals + s * 4)
     radix, span = radix_of(s, last_pass(s)), span_of(s, last_pass(s))
     step = row_step(span, leading, width)
+    # The rows of the next group, or of the one after it.
+    ahead = (radix if span == 1 else 2) * stride
     for group in range(s // radix):
         a = group // span * span * radix + group % span
         place = at + a * width * 4 + a // leading * LINE
         for c in range(0, width * 4, LINE):
             to = out + a * stride + c // 2
             if radix == 16:
-                half16((place + c, step, factor + a * 4, span, to, stride))
+                half16((place + c, step, factor + a * 4, span, to, stride, ahead))
             elif radix == 8:
-                half8((place + c, step, factor + a * 4, span, to, stride))
+                half8((place + c, step, factor + a * 4, span, to, stride, ahead))
             else:
-                half4((place + c, step, factor + a * 4, span, to, stride))
+                half4((place + c, step, factor + a * 4, span, to, stride, ahead))
 
 
 @numba.njit(nogil=True, cache=True)
@@ -182,16 +185,18 @@ def _unapply_tile(
     _middle(at, s, width, diagonals + s * 4, diagonals)
     radix, span = radix_of(s, last_pass(s)), span_of(s, last_pass(s))
     step = row_step(span, leading, width)
+    # The rows of the next group, or of the one after it.
+    ahead = (radix if span == 1 else 2) * stride
     for group in range(s // radix):
         a = group // span * span * radix + group % span
         place = at + a * width * 4 + a // leading * LINE
         for c in range(0, width * 4, LINE):
             if radix == 16:
-                rows16((place + c, step, a, span, n, factor, out + c, stride, flag))
+                rows16((place + c, step, a, span, n, factor, out + c, stride, flag, ahead))
             elif radix == 8:
-                rows8((place + c, step, a, span, n, factor, out + c, stride, flag))
+                rows8((place + c, step, a, span, n, factor, out + c, stride, flag, ahead))
             else:
-                rows4((place + c, step, a, span, n, factor, out + c, stride, flag))
+                rows4((place + c, step, a, span, n, factor, out + c, stride, flag, ahead))
 
 
 @numba.njit(nogil=True, cache=True)
@@ -260,9 +265,9 @@ def hd3_apply(
 
 @numba.njit(nogil=True, cache=True, parallel=True)
 def hd3_apply_parallel(
-    rows: Any, scales: Any, normals: Any, sigma: Any, signs: Any, scale: Any, operand: Any, scratch: Any
+    rows: Any, scales: Any, normals: Any, sigma: Any, signs: Any, scale: Any, operand: Any, tiles: Any
 ) -> None:
-    """:func:`hd3_apply` on all threads."""
+    """:func:`hd3_apply` on all threads; ``tiles`` (threads, floats of ``scratch`` at least)."""
     s, d = operand.shape
     width = tile_width(s)
     addresses, multipliers = np.empty(s, np.int64), np.empty(s, np.float32)
@@ -270,17 +275,16 @@ def hd3_apply_parallel(
     require_dense_rows(operand)
     factors = signs[2] * scale
     full = d // LANES * LANES
-    piece = piece_size(full, width)
+    piece = piece_size(full, width, len(tiles))
     for p in numba.prange((full + piece - 1) // piece):
-        own = new_tile(tile_floats(s, width))
+        own = tiles[p]
         end = min(full, (p + 1) * piece)
         for first in range(p * piece, end, width):
             _apply_tile(
                 own, addresses, multipliers, signs, factors, first * 4, min(width, end - first),
                 operand.ctypes.data + first * 2, operand.strides[0],
             )  # fmt: skip
-        own[:] = np.float32(0.0)
-    _apply_tail(rows, scratch, addresses, multipliers, signs, factors, operand)
+    _apply_tail(rows, tiles[0], addresses, multipliers, signs, factors, operand)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -304,8 +308,8 @@ def hd3_unapply(result: Any, signs: Any, scales: Any, inverse: Any, out: Any, sc
 
 
 @numba.njit(nogil=True, cache=True, parallel=True)
-def hd3_unapply_parallel(result: Any, signs: Any, scales: Any, inverse: Any, out: Any, scratch: Any) -> bool:
-    """:func:`hd3_unapply` on all threads."""
+def hd3_unapply_parallel(result: Any, signs: Any, scales: Any, inverse: Any, out: Any, tiles: Any) -> bool:
+    """:func:`hd3_unapply` on all threads; ``tiles`` (threads, floats of ``scratch`` at least)."""
     s, d = result.shape
     width = tile_width(s)
     addresses, factors = np.empty(s, np.int64), np.zeros(s, np.float32)
@@ -313,17 +317,16 @@ def hd3_unapply_parallel(result: Any, signs: Any, scales: Any, inverse: Any, out
     require_dense_rows(out)
     row_factors(scales, inverse, factors)
     full = d // LANES * LANES
-    piece = piece_size(full, width)
+    piece = piece_size(full, width, len(tiles))
     pieces = (full + piece - 1) // piece
     flags = np.zeros((pieces + 1, LANES), np.float32)
     for p in numba.prange(pieces):
-        own = new_tile(tile_floats(s, width))
+        own = tiles[p]
         end = min(full, (p + 1) * piece)
         for first in range(p * piece, end, width):
             _unapply_tile(
                 own, addresses, signs, factors, first * 4, min(width, end - first), out.shape[0],
                 out.ctypes.data + first * 4, out.strides[0], flags[p],
             )  # fmt: skip
-        own[:] = np.float32(0.0)
-    _unapply_tail(result, scratch, addresses, signs, factors, out, flags[pieces])
+    _unapply_tail(result, tiles[0], addresses, signs, factors, out, flags[pieces])
     return not finite(flags)

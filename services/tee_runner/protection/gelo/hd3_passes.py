@@ -10,12 +10,21 @@ from typing import Any
 
 from tee_runner.simd import I64, LANES, VECTOR, Emitter, emitted
 
+# How many rows before they are read the lines of a row are asked for. Rows lie pages apart, which the
+# processor's own prefetching does not follow: reading took 6.4 ms without and 3.6 with it, writing float16
+# 6.5 and 4.8, writing float32 13 and 7.7 (4096 rows of 2560, one core of a Xeon with AMX).
+AHEAD = 32
 
-def _sources(e: Emitter, radix: int, addresses: Any, multipliers: Any, offset: Any) -> list[Any]:
+
+def _sources(
+    e: Emitter, radix: int, addresses: Any, multipliers: Any, offset: Any, ahead: Any = None
+) -> list[Any]:
     values = []
     for i in range(radix):
-        address = e.load(e.offset(addresses, i, 8), I64, 8)
-        value = e.load(e.builder.add(address, offset))
+        address = e.builder.add(e.load(e.offset(addresses, i, 8), I64, 8), offset)
+        value = e.load(address)
+        if ahead is not None:
+            e.prefetch(e.builder.add(address, ahead))
         values.append(e.builder.fmul(value, e.spread(e.offset(multipliers, i, 4))))
     return values
 
@@ -29,16 +38,22 @@ def _store(e: Emitter, values: list[Any], tile: Any, step: Any) -> None:
         e.store(value, e.offset(tile, i, step))
 
 
-def _halves(e: Emitter, values: list[Any], factors: Any, span: Any, out: Any, stride: Any) -> None:
+def _halves(
+    e: Emitter, values: list[Any], factors: Any, span: Any, out: Any, stride: Any, ahead: Any = None
+) -> None:
     """``factors`` and ``out`` belong to the first row; the others are ``span`` rows apart."""
-    for i, value in enumerate(values):
+    places = [e.offset(out, i, e.builder.mul(span, stride)) for i in range(len(values))]
+    if ahead is not None:
+        for place in places:
+            e.prefetch(e.builder.add(place, ahead), write=True)
+    for i, (value, place) in enumerate(zip(values, places, strict=True)):
         factor = e.spread(e.offset(factors, i, e.builder.mul(span, I64(4))))
-        e.store_half(e.builder.fmul(value, factor), e.offset(out, i, e.builder.mul(span, stride)))
+        e.store_half(e.builder.fmul(value, factor), place)
 
 
 def _rows(
     e: Emitter, values: list[Any], row: Any, span: Any, n: Any, factors: Any, out: Any, stride: Any,
-    flags: Any,
+    flags: Any, ahead: Any = None,
 ) -> None:  # fmt: skip
     """``row`` is the first of them; ``factors`` and ``out`` belong to row 0. Only rows below n.
 
@@ -46,6 +61,9 @@ def _rows(
     """
     builder = e.builder
     places = [builder.add(row, builder.mul(span, I64(i))) for i in range(len(values))]
+    if ahead is not None:
+        for place in places:
+            e.prefetch(builder.add(builder.add(out, builder.mul(place, stride)), ahead), write=True)
     scaled = []
     for value, place in zip(values, places, strict=True):
         scaled.append(builder.fmul(value, e.spread(builder.add(factors, builder.mul(place, I64(4))))))
@@ -56,11 +74,13 @@ def _rows(
 
 
 def _first(radix: int) -> Any:
-    def emit(e: Emitter, addresses: Any, multipliers: Any, offset: Any, tile: Any, step: Any) -> None:
-        values = _sources(e, radix, addresses, multipliers, offset)
+    def emit(
+        e: Emitter, addresses: Any, multipliers: Any, offset: Any, tile: Any, step: Any, ahead: Any
+    ) -> None:
+        values = _sources(e, radix, addresses, multipliers, offset, ahead)
         _store(e, e.walsh_hadamard(values), tile, step)
 
-    return emitted(5, emit)
+    return emitted(6, emit)
 
 
 def _single(radix: int) -> Any:
@@ -79,17 +99,17 @@ def _double(radix: int) -> Any:
 
 
 def _last_half(radix: int) -> Any:
-    def emit(e: Emitter, tile: Any, step: Any, factors: Any, span: Any, out: Any, stride: Any) -> None:
-        _halves(e, e.walsh_hadamard(_load(e, radix, tile, step)), factors, span, out, stride)
+    def emit(e: Emitter, tile: Any, step: Any, *sink: Any) -> None:
+        _halves(e, e.walsh_hadamard(_load(e, radix, tile, step)), *sink)
 
-    return emitted(6, emit)
+    return emitted(7, emit)
 
 
 def _last_rows(radix: int) -> Any:
     def emit(e: Emitter, tile: Any, step: Any, *sink: Any) -> None:
         _rows(e, e.walsh_hadamard(_load(e, radix, tile, step)), *sink)
 
-    return emitted(9, emit)
+    return emitted(10, emit)
 
 
 def _cascade(e: Emitter, addresses: Any, multipliers: Any, offset: Any, first: Any, second: Any) -> list[Any]:

@@ -26,23 +26,12 @@ _MIN_WIDTH, _MAX_WIDTH = 16, 64
 LANES = 16
 # Bytes of one vector of a row.
 LINE = 64
-# Pieces a parallel kernel is cut into, about: enough to even out over the threads, few enough
-# that a tile is allocated and wiped once for several uses.
-_PIECES = 32
 
 
 @numba.njit(nogil=True, cache=True)
 def tile_width(s: int) -> int:
     """Columns of a tile of ``s`` rows: a multiple of 16."""
     return max(_MIN_WIDTH, min(_MAX_WIDTH, TILE_FLOATS // s // 16 * 16))
-
-
-@numba.njit(nogil=True, cache=True)
-def new_tile(floats: int) -> Any:
-    """Uninitialised float32 memory for a tile, on cache lines."""
-    memory = np.empty(floats + LANES, np.float32)
-    first = -memory.ctypes.data % LINE // 4
-    return memory[first : first + floats]
 
 
 @numba.njit(nogil=True, cache=True)
@@ -58,9 +47,10 @@ def shield_size(n: int, s: int, d: int) -> int:
 
 
 @numba.njit(nogil=True, cache=True)
-def piece_size(columns: int, width: int) -> int:
-    """Columns of one piece of a parallel kernel: a multiple of the tile width."""
-    return max(1, columns // (width * _PIECES)) * width
+def piece_size(columns: int, width: int, pieces: int) -> int:
+    """Columns of each of at most ``pieces`` pieces of a parallel kernel: a multiple of the tile width."""
+    tiles = (columns + width - 1) // width
+    return max(1, (tiles + pieces - 1) // pieces) * width
 
 
 @numba.njit(nogil=True, cache=True)
