@@ -137,9 +137,13 @@ def instance(d: int, k: int, w_f: int | None, w_e: int) -> Instance:
     Raises:
         ValueError: no instance has these numbers, as with a dense secret of k ≥ d.
     """
+    if not (0 <= w_e <= d and (w_f is None or 0 <= w_f <= k)):
+        raise ValueError(f"weights {w_f} of k = {k}, {w_e} of d = {d} do not fit")
+    # More than half the positions: the attacker adds the all-ones word, and the others are the errors.
+    w_e = min(w_e, d - w_e)
     if w_f is None:
         return Instance(dimension=k, lengths=(d, 0), weights=(w_e, 0))
-    return Instance(dimension=k, lengths=(k, d), weights=(w_f, w_e))
+    return Instance(dimension=k, lengths=(k, d), weights=(min(w_f, k - w_f), w_e))
 
 
 def estimate(d: int, k: int, w_f: int | None, w_e: int, *, targets: float = TARGETS) -> Estimate:

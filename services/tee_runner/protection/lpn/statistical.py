@@ -19,7 +19,8 @@ transform then (s = 0), as every row has its own error.
 
 from __future__ import annotations
 
-from math import log2
+from functools import lru_cache
+from math import inf, log2
 
 import numpy as np
 
@@ -63,22 +64,39 @@ def _clean(instance: Instance) -> Floats:
     return np.minimum(ways - instance.log2_supports, 0.0)
 
 
+@lru_cache(maxsize=1024)
+def log2_biases(length: int, weight: int, most: int) -> tuple[float, ...]:
+    """``[t]``, t ≤ ``most``: log2 of the bias of t positions of an error of ``weight`` in ``length``.
+
+    (1 - 2·weight/length)^t as for independent errors, or the exact one where that is larger: at weights near
+    half the length, errors drawn without repetition are even on t positions more often or less often than
+    not. It is K_t(weight)/C(length, t), K the Krawtchouk polynomial, by its recurrence in t.
+    """
+    row = log2(max(abs(1 - 2 * weight / length), 1e-9))
+    biases = []
+    before, here = 0, 1
+    for t in range(most + 1):
+        exact = log2(abs(here)) - log2_binomial(length, t) if here else -inf
+        biases.append(max(t * row, exact))
+        before, here = here, ((length - 2 * weight) * here - (length - t + 1) * before) // (t + 1)
+    return tuple(biases)
+
+
 def _least(instance: Instance, guessed: Ints, hopes: Floats, shared: float) -> Cost:
     k, redundancy = instance.dimension, instance.length - instance.dimension
-    parts = sorted((w / n, n) for n, w in zip(instance.lengths, instance.weights, strict=True) if n)
-    (rate, room), other = parts[0], parts[-1][0]
-    if rate >= 0.5:
-        return Cost(IMPOSSIBLE, 0.0)
-    # log2 of the factor on the bias per random position and per row summed.
-    random_rare, random_common = log2(1 - rate), log2(max(1 - other, 1e-9))
-    row = log2(1 - 2 * rate)
+    parts = sorted((w / n, n, w) for n, w in zip(instance.lengths, instance.weights, strict=True) if n)
+    (rate, room, weight), other = parts[0], parts[-1][0]
+    # log2 of the factor on the bias per random position.
+    random_rare, random_common = log2(max(1 - rate, 1e-9)), log2(max(1 - other, 1e-9))
     clean = _clean(instance)
     elimination = log2_elimination(instance.length, k)
     s = guessed.reshape(-1, 1, 1)
     transform = s + np.log2(np.maximum(s, 1))
     hope = hopes.reshape(1, 1, -1)
     best = Cost(IMPOSSIBLE, 0.0)
-    for half in range(1, min(32, redundancy // 4) + 1):
+    most = min(32, redundancy // 4, room // 2)
+    summed = log2_biases(room, weight, 2 * max(most, 0))
+    for half in range(1, most + 1):
         size = log2_binomial(redundancy // 2, half)
         # A zero beyond the lists' size costs a bit and gains -2·log2(1 - rate), below one for rates
         # up to 0.29.
@@ -88,7 +106,7 @@ def _least(instance: Instance, guessed: Ints, hopes: Floats, shared: float) -> C
         free = np.maximum(k - s - zeros, 0)
         rare = np.minimum(free, room)
         random = rare * random_rare + (free - rare) * random_common
-        samples = -2 * ((1 - hope) * random + 2 * half * row)
+        samples = -2 * ((1 - hope) * random + summed[2 * half])
         # Amortised steps per dual word: at least one.
         word = np.logaddexp2(0.0, zeros + 1.0 - size - shared)
         hoped = np.rint(hope * free).astype(np.int64)

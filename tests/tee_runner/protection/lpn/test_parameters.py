@@ -65,11 +65,19 @@ def test_trading_terms_for_others_does_not_pay(move: tuple[int, int]) -> None:
 
 
 def test_a_smaller_budget_is_kept_and_costs_more_terms() -> None:
-    small = choose(1024, bytes_per_parameter=2.0)
-    assert small.bytes_per_parameter() <= 2.0
+    small = choose(1024, bytes_per_parameter=2.5)
+    assert small.bytes_per_parameter() <= 2.5
     assert small.bits >= WANTED
     assert cost(small) > cost(choose(1024))
     assert choose(2560, bytes_per_parameter=9.0) == choose(2560)
+
+
+@pytest.mark.parametrize("budget", [2.0, 2.5, 3.0, 4.0])
+def test_what_is_chosen_stands_on_no_cliff(budget: float) -> None:
+    p = choose(576, bytes_per_parameter=budget)
+    assert p.bytes_per_parameter() <= budget or p.k == 512  # a small width's least pool
+    for w_f, w_e in ((p.w_f - 1, p.w_e), (p.w_f, p.w_e - 1), (p.w_f - 1, p.w_e - 1)):
+        assert p.bits - 4 < security_bits(p.d, p.k, w_f, w_e) <= p.bits
 
 
 def test_a_width_that_is_not_in_the_table() -> None:

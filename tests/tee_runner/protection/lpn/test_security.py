@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from math import log2
+from math import comb, log2
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tee_runner.protection.lpn.decoding import Instance, log2_binomial, prange
+from tee_runner.protection.lpn.decoding import IMPOSSIBLE, Instance, log2_binomial, prange
 from tee_runner.protection.lpn.field import dense_secret
 from tee_runner.protection.lpn.lists import bjmm, stern
-from tee_runner.protection.lpn.security import TARGETS, estimate, security_bits
-from tee_runner.protection.lpn.statistical import collection, statistical_decoding
+from tee_runner.protection.lpn.security import TARGETS, estimate, instance, security_bits
+from tee_runner.protection.lpn.statistical import collection, log2_biases, statistical_decoding
 
 # (n, k, w), then log2 of bit operations with free memory access: Prange, the better of Stern and
 # Dumer, the better of BJMM depths 2 and 3. From CryptographicEstimators 2.1.1 (the maintained
@@ -93,6 +93,31 @@ def test_statistical_decoding_wins_at_low_rates_only() -> None:
         weight = next(w for w in range(n) if log2_binomial(n, w) > n - k)
         instance = Instance.uniform(n, k, weight)
         assert (statistical_decoding(instance).bits < bjmm(instance).bits) == wins
+
+
+@given(st.integers(8, 120), st.data())
+def test_biases_are_the_exact_ones_where_those_are_larger(length: int, data: st.DataObject) -> None:
+    """The Krawtchouk polynomial by its definition: a sum over the errors among the t positions."""
+    weight, most = data.draw(st.integers(0, length)), min(40, length)
+    rate = abs(1 - 2 * weight / length)
+    for t, found in enumerate(log2_biases(length, weight, most)):
+        ways = sum((-1) ** j * comb(weight, j) * comb(length - weight, t - j) for j in range(t + 1))
+        assert 2.0**found == pytest.approx(max(rate**t, abs(ways) / comb(length, t)), rel=1e-6, abs=1e-8)
+
+
+@pytest.mark.parametrize(("d", "k"), [(576, 192), (576, 256), (96, 64), (320, 512)])
+def test_dual_words_see_errors_on_half_of_the_positions(d: int, k: int) -> None:
+    """Independent errors of rate ½ have no bias; a fixed weight has, and its estimate no cliff there."""
+    half = security_bits(d, k, k // 2, d // 2)
+    assert half == pytest.approx(security_bits(d, k, k // 2 - 1, d // 2 - 1), abs=3.0)
+    assert statistical_decoding(instance(d, k, k // 2, d // 2)).bits < IMPOSSIBLE
+    assert security_bits(576, 192, 96, 288) < 100
+
+
+@pytest.mark.parametrize(("w_f", "w_e"), [(10, 30), (64, 90), (3, 150)])
+def test_more_than_half_is_as_hard_as_the_complement(w_f: int, w_e: int) -> None:
+    bits = security_bits(192, 128, w_f, w_e)
+    assert security_bits(192, 128, 128 - w_f, w_e) == security_bits(192, 128, w_f, 192 - w_e) == bits
 
 
 def test_equal_rates_are_the_uniform_case() -> None:
