@@ -17,7 +17,6 @@ import numba
 import numpy as np
 
 from tee_runner.protection.gelo.hd3_passes import (
-    AHEAD,
     cascade_half16,
     cascade_rows16,
     double4,
@@ -43,6 +42,7 @@ from tee_runner.protection.gelo.hd3_plan import (
     span_of,
 )
 from tee_runner.protection.gelo.tiles import (
+    AHEAD,
     LANES,
     LINE,
     apply_sources,

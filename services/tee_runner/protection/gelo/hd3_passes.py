@@ -10,11 +10,6 @@ from typing import Any
 
 from tee_runner.simd import I64, LANES, VECTOR, Emitter, emitted
 
-# How many rows before they are read the lines of a row are asked for. Rows lie pages apart, which the
-# processor's own prefetching does not follow: reading took 6.4 ms without and 3.6 with it, writing float16
-# 6.5 and 4.8, writing float32 13 and 7.7 (4096 rows of 2560, one core of a Xeon with AMX).
-AHEAD = 32
-
 
 def _sources(
     e: Emitter, radix: int, addresses: Any, multipliers: Any, offset: Any, ahead: Any = None

@@ -26,6 +26,10 @@ _MIN_WIDTH, _MAX_WIDTH = 16, 64
 LANES = 16
 # Bytes of one vector of a row.
 LINE = 64
+# How many rows before they are read or written the lines of a row are asked for. Rows lie pages apart,
+# which the processor's own prefetching does not follow: reading took HD3 6.4 ms without and 3.6 with it,
+# writing float16 6.5 and 4.8, writing float32 13 and 7.7 (4096 rows of 2560, one core of a Xeon with AMX).
+AHEAD = 32
 
 
 @numba.njit(nogil=True, cache=True)
@@ -140,6 +144,8 @@ def _store_checked(e: Emitter, source: Any, factor: Any, target: Any, flags: Any
 
 
 _load16, _half16, _checked16 = emitted(3, _load_scaled), emitted(3, _store_half), emitted(4, _store_checked)
+_will_read = emitted(1, lambda e, address: e.prefetch(address))
+_will_write = emitted(1, lambda e, address: e.prefetch(address, write=True))
 
 
 @numba.njit(nogil=True, cache=True)
@@ -149,7 +155,9 @@ def load_tile(addresses: Any, multipliers: Any, offset: int, tile: Any, width: i
     scale = multipliers.ctypes.data
     for i in range(addresses.shape[0]):
         source = addresses[i] + offset
+        following = addresses[i + AHEAD] + offset if i + AHEAD < addresses.shape[0] else source
         for c in range(0, width * 4, LINE):
+            _will_read((following + c,))
             _load16((source + c, scale + i * 4, to + i * width * 4 + c))
 
 
@@ -159,7 +167,9 @@ def store_halves(tile: Any, factors: Any, out: int, stride: int, width: int) -> 
     source = tile.ctypes.data
     scale = factors.ctypes.data
     for i in range(factors.shape[0]):
+        following = out + min(i + AHEAD, factors.shape[0] - 1) * stride
         for c in range(0, width * 4, LINE):
+            _will_write((following + c // 2,))
             _half16((source + i * width * 4 + c, scale + i * 4, out + i * stride + c // 2))
 
 
@@ -169,5 +179,7 @@ def store_rows(tile: Any, factors: Any, out: int, stride: int, width: int, flags
     source = tile.ctypes.data
     scale = factors.ctypes.data
     for i in range(factors.shape[0]):
+        following = out + min(i + AHEAD, factors.shape[0] - 1) * stride
         for c in range(0, width * 4, LINE):
+            _will_write((following + c,))
             _checked16((source + i * width * 4 + c, scale + i * 4, out + i * stride + c, flags.ctypes.data))
