@@ -1,6 +1,7 @@
 """`lpn` beside `plain-int8`, `gelo-hd3` and HF transformers on the CPU, in one run.
 
-python -m bench.lpn [--tokens 64] [--repeats 3] [--layers 0] [--engine cpu] [--json FILE] [--plot FILE]
+python -m bench.lpn [--tokens 64] [--repeats 3] [--layers 0] [--engine cpu] [--apart] [--json FILE]
+                    [--plot FILE]
 
 Decode steps of all systems take turns, so that a noisy machine is noisy for all. ``lpn warm`` takes its
 blinding from banks that are filled between the steps, outside the clock; ``lpn cold`` starts with empty
@@ -10,6 +11,9 @@ of all steps. TTFT is a prompt's prefill, with banks that were filled (warm) or 
 
 ``--layers N`` measures N layers of Qwen3-4B's shape with random weights instead of SmolLM2 (no HF then).
 
+``--apart`` pins the workers to half of the cores and this process to the others, as a GPU's worker would
+leave them to the runner: sweeps then run beside the worker's products, but for ``lpn cold, after``.
+
 The second table is the cost of blinding against the memory it may use: parameters (k, w_f, w_e) as
 `gelo serve --lpn-memory` would choose them, their multiply-adds, and a measured sweep of 64 rows.
 """
@@ -18,11 +22,12 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +53,7 @@ from tee_runner.protection.lpn.pool import RingWeight
 from tee_runner.protection.rng import SecretKey
 
 SCHEMES = {"plain-int8": "plain-int8", "lpn warm": "lpn", "lpn cold": "lpn", "gelo-hd3": "gelo-hd3"}
+APART = {"plain-int8": "plain-int8", "lpn warm": "lpn", "lpn cold": "lpn", "lpn cold, after": "lpn"}
 _FILLED = {"lpn warm"}
 LONG_PROMPT = 504
 COLUMNS = (
@@ -57,20 +63,43 @@ COLUMNS = (
 COST_COLUMNS = (
     "d", "bytes/parameter", "k", "w_f", "w_e", "bits", "M mult-adds/row", "us/row", "G mult-adds/s"
 )  # fmt: skip
+_WORKERS_CORES: set[int] = set()
 _BUDGETS = (2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.5, 9.0)
+
+
+@contextmanager
+def pinned_to_workers_cores() -> Iterator[None]:
+    """What is started within runs on the upper half of the cores; this thread, afterwards, on the lower."""
+    cores = sorted(os.sched_getaffinity(0) | _WORKERS_CORES)
+    _WORKERS_CORES.update(cores[len(cores) // 2 :])
+    os.sched_setaffinity(0, _WORKERS_CORES)
+    yield
+    mine = set(cores) - _WORKERS_CORES
+    os.sched_setaffinity(0, mine)
+    numba.set_num_threads(len(mine))
 
 
 class System:
     """One scheme in this process, and a worker of its own."""
 
-    def __init__(self, stack: ExitStack, model: LoadedModel, name: str, engine: str, pools: Path) -> None:
+    def __init__(
+        self,
+        stack: ExitStack,
+        model: LoadedModel,
+        name: str,
+        engine: str,
+        pools: Path,
+        *,
+        apart: bool = False,
+    ) -> None:
         self.name = name
-        worker = stack.enter_context(
-            started(["worker", "--listen", "127.0.0.1:0", "--engine", engine, "--log-level", "error"])
-        )
+        with pinned_to_workers_cores() if apart else nullcontext():
+            worker = stack.enter_context(
+                started(["worker", "--listen", "127.0.0.1:0", "--engine", engine, "--log-level", "error"])
+            )
         options = RuntimeOptions(
             worker=f"127.0.0.1:{worker.ready['port']}",
-            protection=SCHEMES[name],
+            protection=(APART | SCHEMES)[name],
             max_sequences=1,
             max_len=LONG_PROMPT + 8 if model.tokenizer is None else 1024,
             lpn=LpnOptions(pool_directory=pools / name),
@@ -87,6 +116,8 @@ class System:
         stack.callback(self.runtime.close)
         protection = self.runtime._protection
         assert protection is not None
+        if apart:
+            protection.transport.worker_apart = name != "lpn cold, after"
         self.figures["runner MB"] = _held_bytes(protection) / 1e6
         self.times: list[float] = []
         self.buckets: list[dict[str, float]] = []
@@ -186,9 +217,10 @@ def compare(model: LoadedModel, arguments: argparse.Namespace) -> list[dict[str,
     with ExitStack() as stack:
         pools = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         systems: list[System | Transformers] = [
-            System(stack, model, name, arguments.engine, pools) for name in SCHEMES
+            System(stack, model, name, arguments.engine, pools, apart=arguments.apart)
+            for name in (APART if arguments.apart else SCHEMES)
         ]
-        if not arguments.layers:
+        if not arguments.layers and not arguments.apart:
             systems.append(Transformers(resolve_model(MODEL)))
         for system in systems:  # compile and warm up
             system.prefill(short)
@@ -311,10 +343,13 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--engine", choices=("auto", "cpu", "wgpu"), default="cpu")
     parser.add_argument("--widths", type=int, nargs="*", default=[576, 1536, 2560])
+    parser.add_argument("--apart", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
 
+    # numba would count the cores again whenever it compiles, and refuse another number.
+    os.environ["NUMBA_NUM_THREADS"] = str(numba.get_num_threads())
     if arguments.layers:
         model = random_model(qwen3_4b_shape(arguments.layers, vocab=arguments.vocab))
         title = f"{arguments.layers} layers of Qwen3-4B"

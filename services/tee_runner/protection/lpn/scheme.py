@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 
 # Column panels of one piece of idle work: below a millisecond on one core.
 _IDLE_PANELS = 64
-# Column panels for each thread between two looks for the worker's answer: some 50 µs.
-_PANELS_MEANWHILE = 4
+# Column panels for each thread between two looks for the worker's answer: some 25 µs.
+_PANELS_MEANWHILE = 2
 
 
 class Lpn(RingProtection):
