@@ -370,8 +370,9 @@ class Banks:
         """Do at most ``panels`` column panels of what is owed; False when there was nothing."""
         panels = min(panels, self._owed)
         for bank in self._low:
-            if panels > 0 and bank.low:
-                self._owed -= bank.advance(panels)
+            # None where rows that are in use leave no room.
+            if panels > 0 and bank.low and (done := bank.advance(panels)):
+                self._owed -= done
                 return True
         self._owed = 0
         return False

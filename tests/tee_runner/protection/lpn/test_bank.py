@@ -179,6 +179,22 @@ def test_what_is_owed_can_be_paid_during_the_next_pass() -> None:
     assert paid == pytest.approx(3 * 4 * (300 - 64) / 64, abs=12)
 
 
+def test_rows_in_use_that_leave_no_room_end_the_work() -> None:
+    banks, weights = banks_of(1)
+    while banks.idle(1):
+        pass
+    for _ in range(66):  # 62 rows are left, and a sweep is owed
+        decode(banks, weights)
+    taken = banks.take(0, 63)  # finishes it and is low again
+    held = [part.R[part.first : part.first + part.count].copy() for part in taken]
+    pieces = 0
+    while banks.work(1):
+        pieces += 1
+        assert pieces < 100
+    for part, before in zip(taken, held, strict=True):
+        np.testing.assert_array_equal(part.R[part.first : part.first + part.count], before)
+
+
 def test_nothing_is_paid_while_the_banks_are_full_enough() -> None:
     banks, weights = banks_of(2)
     while banks.idle(1):
