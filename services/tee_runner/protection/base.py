@@ -290,16 +290,19 @@ def require_finite(bad: bool, weight: Linear) -> None:
 class Scratch:
     """A float32 buffer that grows and is reused, private to one thread."""
 
-    __slots__ = ("_buffer",)
+    __slots__ = ("_buffer", "_used")
 
     def __init__(self) -> None:
         self._buffer: Float32 = np.empty(0, dtype=np.float32)
+        # Floats handed out since the last wipe.
+        self._used = 0
 
     def take(self, size: int) -> Float32:
         """``size`` floats, uninitialised; valid until the next call."""
         if self._buffer.size < size:
             self.wipe()
             self._buffer = on_lines(size, np.float32)
+        self._used = max(self._used, size)
         return self._buffer[:size]
 
     def tiles(self, size: int) -> Float32:
@@ -312,5 +315,6 @@ class Scratch:
         return self.take(threads * floats).reshape(threads, floats)
 
     def wipe(self) -> None:
-        """Overwrite what was written."""
-        self._buffer.fill(0.0)
+        """Overwrite what was handed out since the last time."""
+        self._buffer[: self._used] = 0.0
+        self._used = 0
