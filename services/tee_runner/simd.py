@@ -61,11 +61,14 @@ class Emitter:
         """Round to float16, ties to even, and write 16 of them."""
         self.store(self.builder.fptrunc(value, HALVES), address, 2)
 
-    def prefetch(self, address: Any, *, write: bool = False) -> None:
-        """Ask for the line at ``address``, to be written soon if ``write``; harmless at any address."""
+    def prefetch(self, address: Any, *, write: bool = False, level: int = 2) -> None:
+        """Ask for the line at ``address``, into the cache of ``level`` and up; harmless at any address.
+
+        ``write``: it is about to be written.
+        """
         kind = ir.FunctionType(ir.VoidType(), [POINTER, I32, I32, I32])
         function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
-        self.builder.call(function, [self.pointer(address), I32(int(write)), I32(2), I32(1)])
+        self.builder.call(function, [self.pointer(address), I32(int(write)), I32(4 - level), I32(1)])
 
     def splat(self, scalar: Any) -> Any:
         """16 copies of a float32."""

@@ -155,9 +155,11 @@ def load_tile(addresses: Any, multipliers: Any, offset: int, tile: Any, width: i
     scale = multipliers.ctypes.data
     for i in range(addresses.shape[0]):
         source = addresses[i] + offset
-        following = addresses[i + AHEAD] + offset if i + AHEAD < addresses.shape[0] else source
+        follows = i + AHEAD < addresses.shape[0]
+        following = addresses[i + AHEAD] + offset if follows else source
         for c in range(0, width * 4, LINE):
-            _will_read((following + c,))
+            if follows:
+                _will_read((following + c,))
             _load16((source + c, scale + i * 4, to + i * width * 4 + c))
 
 
@@ -167,9 +169,10 @@ def store_halves(tile: Any, factors: Any, out: int, stride: int, width: int) -> 
     source = tile.ctypes.data
     scale = factors.ctypes.data
     for i in range(factors.shape[0]):
-        following = out + min(i + AHEAD, factors.shape[0] - 1) * stride
+        follows = i + AHEAD < factors.shape[0]
         for c in range(0, width * 4, LINE):
-            _will_write((following + c // 2,))
+            if follows:
+                _will_write((out + (i + AHEAD) * stride + c // 2,))
             _half16((source + i * width * 4 + c, scale + i * 4, out + i * stride + c // 2))
 
 
@@ -179,7 +182,8 @@ def store_rows(tile: Any, factors: Any, out: int, stride: int, width: int, flags
     source = tile.ctypes.data
     scale = factors.ctypes.data
     for i in range(factors.shape[0]):
-        following = out + min(i + AHEAD, factors.shape[0] - 1) * stride
+        follows = i + AHEAD < factors.shape[0]
         for c in range(0, width * 4, LINE):
-            _will_write((following + c,))
+            if follows:
+                _will_write((out + (i + AHEAD) * stride + c,))
             _checked16((source + i * width * 4 + c, scale + i * 4, out + i * stride + c, flags.ctypes.data))

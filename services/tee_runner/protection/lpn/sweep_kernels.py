@@ -17,7 +17,6 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from tee_runner.protection.lpn.layout import LANES, TILE_BYTES, TILE_ROWS
@@ -63,6 +62,7 @@ _pairs = emitted(3, _add_narrow_product(2))
 _lane = emitted(3, _add_lane)
 _copy = emitted(2, _copy_line)
 _clear = emitted(1, _clear_line)
+_prefetch = emitted(1, lambda e, address: e.prefetch(address, level=1))
 
 
 @intrinsic
@@ -77,25 +77,12 @@ def _touch(typing_context: Any, address: Any) -> Any:
     return types.void(types.int64), codegen
 
 
-@intrinsic
-def _prefetch(typing_context: Any, address: Any) -> Any:
-    """A hint, harmless at any address."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [POINTER, I32, I32, I32])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(function, [builder.inttoptr(arguments[0], POINTER), I32(0), I32(3), I32(1)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
-
-
 @numba.njit(nogil=True, cache=True)
 def _touch_lines(address: int, count: int) -> None:
     """Read each line of a group and prefetch the same line of the next."""
     for line in range(0, count, _LINE):
         _touch(address + line)
-        _prefetch(address + count + line)
+        _prefetch((address + count + line,))
 
 
 @numba.njit(nogil=True, cache=True)
