@@ -6,6 +6,7 @@ begins 16 bytes into a line, took twice as long.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -17,19 +18,18 @@ PAGE: Final = 4096
 
 def on_lines(shape: int | tuple[int, ...], dtype: Any) -> NDArray[Any]:
     """An uninitialised C-contiguous array that begins on a cache line."""
-    kind = np.dtype(dtype)
-    size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
-    memory = np.empty(size + LINE, dtype=np.uint8)
-    start = -int(memory.ctypes.data) % LINE
-    array: NDArray[Any] = memory[start : start + size].view(kind).reshape(shape)
-    return array
+    return _beginning_on(LINE, np.empty, shape, np.dtype(dtype))
 
 
 def pages(shape: int | tuple[int, ...], dtype: Any) -> NDArray[Any]:
     """A zero C-contiguous array that begins on a page. The kernel commits it as it is written."""
-    kind = np.dtype(dtype)
-    size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
-    memory = np.zeros(size + PAGE, dtype=np.uint8)
-    start = -int(memory.ctypes.data) % PAGE
-    array: NDArray[Any] = memory[start : start + size].view(kind).reshape(shape)
-    return array
+    return _beginning_on(PAGE, np.zeros, shape, np.dtype(dtype))
+
+
+def _beginning_on(
+    boundary: int, allocate: Callable[..., NDArray[Any]], shape: int | tuple[int, ...], dtype: np.dtype[Any]
+) -> NDArray[Any]:
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    memory = allocate(size + boundary, dtype=np.uint8)
+    start = -int(memory.ctypes.data) % boundary
+    return memory[start : start + size].view(dtype).reshape(shape)

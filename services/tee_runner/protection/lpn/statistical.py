@@ -95,7 +95,7 @@ def _least(instance: Instance, guessed: Ints, hopes: Floats, shared: float) -> C
     hope = hopes.reshape(1, 1, -1)
     best = Cost(IMPOSSIBLE, 0.0)
     most = min(32, redundancy // 4, room // 2)
-    summed = log2_biases(room, weight, 2 * max(most, 0))
+    summed = log2_biases(room, weight, 2 * most)
     for half in range(1, most + 1):
         size = log2_binomial(redundancy // 2, half)
         # A zero beyond the lists' size costs a bit and gains -2·log2(1 - rate), below one for rates
