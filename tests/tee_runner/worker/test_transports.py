@@ -142,10 +142,12 @@ def test_an_answer_shows_while_other_work_is_done(transport: Transport) -> None:
     for _ in range(3):
         offload_words(transport, 3, operand)
     transport.meanwhile = meanwhile
-    for _ in range(3):
+    for _ in range(200):
         result = offload_words(transport, 3, operand)
         np.testing.assert_array_equal(result, expected_words(3, operand))
         assert seen[-1]
+        if False in seen:
+            break
     assert False in seen  # at times the answer is not there at once
 
 
