@@ -3,10 +3,13 @@
 python bench/ring.py [--engine cpu|wgpu] [--kernels amx,dots,words] [--rows 1,16,64,256]
                      [--seconds 0.5] [--verify] [--json FILE]
 
-Every product includes what the engine does with the operand and the result. Weights are cold: each
-call takes the next of as many copies as fill --cold-mb. "Gmac/s" are multiply-adds of 32-bit words;
-"weights GB/s" counts a weight once a call. The CPU's kernels: "amx" tiles of bytes, "dots" AVX-512
-byte dot products, "words" 32-bit arithmetic; the engine takes the first that runs.
+"ms" includes what the engine does with the operand and the result. Weights are cold: each call takes
+the next of as many copies as fill --cold-mb. "Gmac/s" are multiply-adds of 32-bit words; "weights
+GB/s" counts a weight once a call. The CPU's kernels: "amx" tiles of bytes, "dots" AVX-512 byte dot
+products, "words" 32-bit arithmetic; the engine takes the first that runs.
+
+On a GPU the last three columns are the arithmetic alone: what one more product takes, adding up
+partial sums included, in a submission of many.
 """
 
 from __future__ import annotations
@@ -25,9 +28,11 @@ from numpy.typing import NDArray
 from bench import report
 from gpu_worker.engines.base import EngineError, LoadedWeight
 from gpu_worker.engines.ring_weights import INT16_MAX, RingWeight
+from gpu_worker.engines.ring_wgpu import RingWgpu
 
 SHAPES = ((576, 1536), (2560, 6144), (9728, 2560))
 COLUMNS = ("engine", "m", "d_in", "d_out", "bits", "ms", "Gmac/s", "weights GB/s")
+GPU_COLUMNS = ("kernel ms", "kernel Gmac/s", "kernel GB/s")
 
 
 class Ring(Protocol):
@@ -46,7 +51,6 @@ class Ring(Protocol):
 def engines(arguments: argparse.Namespace) -> tuple[dict[str, Ring], Callable[[], None]]:
     """By name, and what closes them."""
     if arguments.engine == "wgpu":
-        from gpu_worker.engines.ring_wgpu import RingWgpu
         from gpu_worker.engines.wgpu_device import pick_adapter
 
         adapter = pick_adapter()
@@ -90,13 +94,45 @@ def measure(
             engine.matmul(loaded[len(times) % copies], operand, out)
             times.append(time.perf_counter() - started)
         seconds = statistics.median(times)
-        figures.append({
+        mac, size = m * d_in * d_out, weight.nbytes
+        figure = {
             "engine": name, "m": m, "d_in": d_in, "d_out": d_out, "bits": arguments.bits, "ms": seconds * 1e3,
-            "Gmac/s": m * d_in * d_out / seconds / 1e9, "weights GB/s": weight.nbytes / seconds / 1e9,
-        })  # fmt: skip
+            "Gmac/s": mac / seconds / 1e9, "weights GB/s": size / seconds / 1e9,
+        }  # fmt: skip
+        if isinstance(engine, RingWgpu):
+            kernel = kernel_seconds(engine, loaded, m, arguments.seconds)
+            values = (kernel * 1e3, mac / kernel / 1e9, size / kernel / 1e9)
+            figure.update(zip(GPU_COLUMNS, values, strict=True))
+        figures.append(figure)
     for one in loaded:
         engine.unload(one)
     return figures
+
+
+def kernel_seconds(engine: RingWgpu, loaded: list[LoadedWeight], m: int, seconds: float) -> float:
+    """What one more product of ``m`` rows takes in a submission of many. All must fit one chunk."""
+    on = engine._on
+    states = [engine._state(weight) for weight in loaded]
+    plans = engine._plan(states[0], m)
+    for state in states:
+        engine._reserve(state, {m: plans}, ())
+
+    def submission(products: int) -> float:
+        encoder = on.device.create_command_encoder()
+        compute = encoder.begin_compute_pass()
+        for i in range(products):
+            for slab, plan in enumerate(plans):
+                engine._dispatch(compute, states[i % len(states)], slab, plan)
+        compute.end()
+        commands = encoder.finish()
+        started = time.perf_counter()
+        on.wait(on.submit(commands))
+        return time.perf_counter() - started
+
+    few, most = 4, 2004
+    floor = submission(few)
+    many = min(most, few + max(8, round(seconds / 6 / (submission(few + 8) - floor + 1e-9) * 8)))
+    return (min(submission(many) for _ in range(3)) - min(submission(few) for _ in range(3))) / (many - few)
 
 
 def main() -> None:
@@ -124,7 +160,8 @@ def main() -> None:
         for figure in measure(name, engine, shape, rows, arguments)
     ]
     close()
-    report.show("Products modulo 2^32", COLUMNS, figures)
+    columns = COLUMNS + GPU_COLUMNS if arguments.engine == "wgpu" else COLUMNS
+    report.show("Products modulo 2^32", columns, figures)
     report.write(arguments.json, figures)
 
 

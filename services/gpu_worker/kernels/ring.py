@@ -12,6 +12,10 @@ from gpu_worker.kernels.gemm import TILE_K, TILE_N, complete, lines, tiled_write
 RING_ROWS = (1, 2, 4, 8, 16)
 RING_LANES = 32
 RING_SLICES = 8
+RING_TILE_M = 64
+
+# Vectors of 16 weights that a thread has in flight; 2 and 8 are slower for most shapes on a large GPU.
+_UNROLL = 4
 
 # Rows whose partial sums the slices exchange at a time.
 _EXCHANGED_ROWS = 4
@@ -20,15 +24,9 @@ _OPERAND_ITEMS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingSkinnyKernel:
-    """Few rows, 128 columns a workgroup.
-
-    Args:
-        rows: operand rows at most, one of ``RING_ROWS``.
-        unroll: vectors of 16 weights that a thread has in flight, 1 to 8.
-    """
+    """Few rows, 128 columns a workgroup; ``rows`` at most, one of ``RING_ROWS``."""
 
     rows: int
-    unroll: int
 
     @property
     def threads(self) -> int:
@@ -43,7 +41,7 @@ class RingSkinnyKernel:
     @property
     def chunk(self) -> int:
         """How much of k goes through workgroup memory at once; k need not be a multiple of it."""
-        return 4 * RING_SLICES * self.unroll
+        return 4 * RING_SLICES * _UNROLL
 
     @property
     def scratch(self) -> int:
@@ -62,8 +60,8 @@ class RingSkinnyKernel:
         Raises:
             ValueError: a parameter that the template does not support.
         """
-        if self.rows not in RING_ROWS or not 1 <= self.unroll <= 8:
-            raise ValueError("rows must be 1, 2, 4, 8 or 16 and unroll 1 to 8")
+        if self.rows not in RING_ROWS:
+            raise ValueError("rows must be 1, 2, 4, 8 or 16")
         staged = range(-(-self.rows * self.chunk // 4 // self.threads))
         exchanged = min(self.rows, _EXCHANGED_ROWS)
         return complete(
@@ -71,37 +69,35 @@ class RingSkinnyKernel:
             rows=self.rows,
             slices=RING_SLICES,
             lanes=RING_LANES,
-            unroll=self.unroll,
+            unroll=_UNROLL,
             exchanged=exchanged,
             scratch=self.scratch,
             threads=self.threads,
             declare_sums=lines(f"var c{r} = vec4<u32>(0u);" for r in range(self.rows)),
             declare_operand=lines(f"var next_y{i} = vec4<u32>(0u);" for i in staged),
-            declare_weights=lines(f"var next_w{u} = vec4<u32>(0u);" for u in range(self.unroll)),
+            declare_weights=lines(f"var next_w{u} = vec4<u32>(0u);" for u in range(_UNROLL)),
             fetch_operand=lines(
                 f"next_y{i} = operand_item(thread + {i}u * THREADS, following);" for i in staged
             ),
             fetch_weights=lines(
                 f"next_w{u} = weight[min(first_quad + {u}u, last_quad) * vectors + vector];"
-                for u in range(self.unroll)
+                for u in range(_UNROLL)
             ),
             stage_operand=lines(f"stage_operand(next_y{i}, thread + {i}u * THREADS, at);" for i in staged),
-            take_weights=lines(f"let w{u} = next_w{u};" for u in range(self.unroll)),
-            multiply=lines(_skinny_step(u, self.rows) for u in range(self.unroll)),
+            take_weights=lines(f"let w{u} = next_w{u};" for u in range(_UNROLL)),
+            multiply=lines(_skinny_step(u, self.rows) for u in range(_UNROLL)),
             write_sums=lines(_skinny_write(first, exchanged) for first in range(0, self.rows, exchanged)),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingTiledKernel:
-    """Any number of rows, in tiles of ``tile_m`` rows (64 or 128) by 128 columns."""
-
-    tile_m: int
+    """Any number of rows, in tiles of 64 rows by 128 columns; twice the rows are slower."""
 
     @property
     def threads(self) -> int:
         """Threads of one workgroup, 8 x 8 outputs each."""
-        return (self.tile_m // 8) * (TILE_N // 8)
+        return (RING_TILE_M // 8) * (TILE_N // 8)
 
     @property
     def workgroup_bytes(self) -> int:
@@ -110,25 +106,19 @@ class RingTiledKernel:
 
     @property
     def _scratch_a(self) -> int:
-        return TILE_K * (self.tile_m // 4 + 1)
+        return TILE_K * (RING_TILE_M // 4 + 1)
 
     @property
     def _scratch_b(self) -> int:
         return TILE_K * TILE_N // 16
 
     def source(self) -> str:
-        """The complete WGSL.
-
-        Raises:
-            ValueError: a tile that the template does not support.
-        """
-        if self.tile_m not in (64, 128):
-            raise ValueError("tile_m must be 64 or 128")
+        """The complete WGSL."""
         stride = self.threads // TILE_K
         items = [(i, f"quad + {i * stride}u") for i in range(_OPERAND_ITEMS)]
         return complete(
             "ring_tiled.wgsl",
-            tile_m=self.tile_m,
+            tile_m=RING_TILE_M,
             threads=self.threads,
             scratch_a=self._scratch_a,
             scratch_b=self._scratch_b,
@@ -138,8 +128,8 @@ class RingTiledKernel:
                 f"next_y{i} = operand_rows(m0 + 4u * ({item}), k0 + k);" for i, item in items
             ),
             stage_operand=lines(f"tile_a[k * PITCH_A + {item}] = next_y{i};" for i, item in items),
-            multiply=lines(_tiled_step(j, component, self.tile_m) for j, component in enumerate("xyzw")),
-            write_sums=lines(tiled_write(row, self.tile_m) for row in range(8)),
+            multiply=lines(_tiled_step(j, component) for j, component in enumerate("xyzw")),
+            write_sums=lines(tiled_write(row, RING_TILE_M) for row in range(8)),
         )
 
 
@@ -164,7 +154,7 @@ def _skinny_write(first: int, exchanged: int) -> str:
     return lines(["workgroupBarrier();", *stores, "workgroupBarrier();", write])
 
 
-def _tiled_step(j: int, component: str, tile_m: int) -> str:
+def _tiled_step(j: int, component: str) -> str:
     products = [
         f"c{half * 4 + i}_{v} += a{half}.{row} * b{v};"
         for half in range(2)
@@ -174,7 +164,7 @@ def _tiled_step(j: int, component: str, tile_m: int) -> str:
     return lines([
         "{",
         f"let a0 = tile_a[(quad_k * 4u + {j}u) * PITCH_A + ty];",
-        f"let a1 = tile_a[(quad_k * 4u + {j}u) * PITCH_A + ty + {tile_m // 8}u];",
+        f"let a1 = tile_a[(quad_k * 4u + {j}u) * PITCH_A + ty + {RING_TILE_M // 8}u];",
         f"let b0 = widen(w0.{component});",
         f"let b1 = widen(w1.{component});",
         *products,
