@@ -17,6 +17,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from tee_runner.memory import LINE
+
 LANES = 16
 F32 = ir.FloatType()
 I32 = ir.IntType(32)
@@ -53,9 +55,17 @@ class Emitter:
         value.align = align
         return value
 
-    def store(self, value: Any, address: Any, align: int = 4) -> None:
-        """Write to any element-aligned address."""
-        self.builder.store(value, self.pointer(address)).align = align
+    def store(self, value: Any, address: Any, align: int = 4, *, past: bool = False) -> None:
+        """Write to any element-aligned address.
+
+        ``past`` writes past the caches, what is too large to be found there again: such lines are not read
+        first. It is a vector of 64 bytes on a line, and others see it after a fence only.
+        """
+        written = self.builder.store(value, self.pointer(address))
+        written.align = align
+        if past:
+            written.align = LINE
+            written.set_metadata("nontemporal", self.builder.module.add_metadata([I32(1)]))
 
     def store_half(self, value: Any, address: Any) -> None:
         """Round to float16, ties to even, and write 16 of them."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy.linalg import hadamard
 
+from tee_runner.memory import on_lines
 from tee_runner.protection.gelo import hd3
 from tee_runner.protection.gelo.hd3 import LARGEST_ENTRY, Hd3, Hd3Mask, draw_signs
 from tee_runner.protection.gelo.hd3_kernels import (
@@ -17,7 +18,7 @@ from tee_runner.protection.gelo.hd3_kernels import (
     hd3_unapply_parallel,
 )
 from tee_runner.protection.gelo.hd3_plan import tile_floats
-from tee_runner.protection.gelo.tiles import shield_size, tile_width
+from tee_runner.protection.gelo.tiles import PAST_BYTES, goes_past, shield_size, tile_width
 from tee_runner.protection.rng import SecretStream
 
 from .doubles import ExactTransport, Float32, key_of, matrix_of
@@ -111,6 +112,44 @@ def test_serial_and_parallel_kernels_agree_bit_by_bit(s: int) -> None:
     # The operand's float16 rounding is spread over the column: its deviation is below 2⁻¹¹ of
     # the root mean square of the column's elements, which is at most 1; six deviations.
     assert np.max(np.abs(backs[0] - rows)) < 6 * 2.0**-11
+
+
+@pytest.mark.parametrize("s", [512, 1024])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_what_is_written_past_the_caches_is_the_same(s: int, parallel: bool) -> None:
+    """Columns are independent: some of them alone, few enough for the caches, are the reference."""
+    n, d, few = s - 9, (PAST_BYTES // (4 * s) + 256) // 32 * 32, 96
+    generator = np.random.default_rng(s)
+    signs, one = draw_signs(key_of(s).stream("signs"), s), np.float32(s**-1.5)
+    scales, floats = np.ones(n, np.float32), tile_floats(s, tile_width(s))
+    scratch = on_lines((2, floats) if parallel else floats, np.float32)
+    apply, unapply = (hd3_apply_parallel, hd3_unapply_parallel) if parallel else (hd3_apply, hd3_unapply)
+    rows, shield = on_lines((n, d), np.float32), on_lines((s - n, d), np.float32)
+    for array in (rows, shield):
+        generator.standard_normal(dtype=np.float32, out=array)
+    operand, back = on_lines((s, d), np.uint16), on_lines((n, d), np.float32)
+    assert goes_past(back)
+    assert shield.size == shield_size(n, s, d)
+    apply(rows, scales, shield.ravel(), np.float32(0.5), signs, one, operand, scratch)
+    result = operand.view(np.float16).astype(np.float32)
+    assert unapply(result, signs, scales, one, back, scratch) is False
+    for first in (0, 2048, d - few):
+        part = np.s_[:, first : first + few]
+        small, small_back = np.zeros((s, few), np.uint16), np.zeros((n, few), np.float32)
+        assert not goes_past(small_back)
+        normals = shield[part].ravel()
+        apply(rows[part].copy(), scales, normals, np.float32(0.5), signs, one, small, scratch)
+        np.testing.assert_array_equal(operand[part], small)
+        assert unapply(result[part].copy(), signs, scales, one, small_back, scratch) is False
+        np.testing.assert_array_equal(back[part], small_back)
+
+
+def test_only_rows_on_lines_are_written_past_the_caches() -> None:
+    memory = on_lines((4096, 1040), np.float32)
+    assert goes_past(memory)
+    assert not goes_past(memory[:, 1:])
+    assert not goes_past(memory[:16])
+    assert not goes_past(on_lines((4096, 1041), np.float32))
 
 
 def test_kernels_refuse_what_they_cannot_address() -> None:

@@ -29,7 +29,9 @@ from tee_runner.protection.gelo.hd3_passes import (
     half16,
     rows4,
     rows8,
+    rows8_past,
     rows16,
+    rows16_past,
     single4,
     single8,
     single16,
@@ -48,9 +50,11 @@ from tee_runner.protection.gelo.tiles import (
     apply_sources,
     copy_tail,
     finite,
+    goes_past,
     piece_size,
     require_dense_rows,
     row_factors,
+    settle,
     tail_sources,
     tile_width,
     unapply_sources,
@@ -164,7 +168,7 @@ def _apply_tile(
 @numba.njit(nogil=True, cache=True)
 def _unapply_tile(
     tile: Any, addresses: Any, signs: Any, factors: Any, offset: int, width: int, n: int, out: int,
-    stride: int, flags: Any,
+    stride: int, flags: Any, past: bool,
 ) -> None:  # fmt: skip
     """``width`` columns of the first n rows of Aᵀ·result to ``out``; ``factors`` (s,), 0 from n on."""
     s = addresses.shape[0]
@@ -191,7 +195,11 @@ def _unapply_tile(
         a = group // span * span * radix + group % span
         place = at + a * width * 4 + a // leading * LINE
         for c in range(0, width * 4, LINE):
-            if radix == 16:
+            if past and radix == 16:
+                rows16_past((place + c, step, a, span, n, factor, out + c, stride, flag))
+            elif past and radix == 8:
+                rows8_past((place + c, step, a, span, n, factor, out + c, stride, flag))
+            elif radix == 16:
                 rows16((place + c, step, a, span, n, factor, out + c, stride, flag, ahead))
             elif radix == 8:
                 rows8((place + c, step, a, span, n, factor, out + c, stride, flag, ahead))
@@ -236,6 +244,7 @@ def _unapply_tail(
         back.ctypes.data,
         back.strides[0],
         flags,
+        False,
     )
     copy_tail(back, out)
 
@@ -295,15 +304,17 @@ def hd3_unapply(result: Any, signs: Any, scales: Any, inverse: Any, out: Any, sc
     addresses, factors = np.empty(s, np.int64), np.zeros(s, np.float32)
     unapply_sources(result, addresses)
     require_dense_rows(out)
+    past = goes_past(out)
     row_factors(scales, inverse, factors)
     flags = np.zeros(LANES, np.float32)
     full = d // LANES * LANES
     for first in range(0, full, width):
         _unapply_tile(
             scratch, addresses, signs, factors, first * 4, min(width, full - first), out.shape[0],
-            out.ctypes.data + first * 4, out.strides[0], flags,
+            out.ctypes.data + first * 4, out.strides[0], flags, past,
         )  # fmt: skip
     _unapply_tail(result, scratch, addresses, signs, factors, out, flags)
+    settle((0,))
     return not finite(flags)
 
 
@@ -315,6 +326,7 @@ def hd3_unapply_parallel(result: Any, signs: Any, scales: Any, inverse: Any, out
     addresses, factors = np.empty(s, np.int64), np.zeros(s, np.float32)
     unapply_sources(result, addresses)
     require_dense_rows(out)
+    past = goes_past(out)
     row_factors(scales, inverse, factors)
     full = d // LANES * LANES
     piece = piece_size(full, width, len(tiles))
@@ -326,7 +338,8 @@ def hd3_unapply_parallel(result: Any, signs: Any, scales: Any, inverse: Any, out
         for first in range(p * piece, end, width):
             _unapply_tile(
                 own, addresses, signs, factors, first * 4, min(width, end - first), out.shape[0],
-                out.ctypes.data + first * 4, out.strides[0], flags[p],
+                out.ctypes.data + first * 4, out.strides[0], flags[p], past,
             )  # fmt: skip
+        settle((0,))
     _unapply_tail(result, tiles[0], addresses, signs, factors, out, flags[pieces])
     return not finite(flags)

@@ -48,7 +48,7 @@ def _halves(
 
 def _rows(
     e: Emitter, values: list[Any], row: Any, span: Any, n: Any, factors: Any, out: Any, stride: Any,
-    flags: Any, ahead: Any = None,
+    flags: Any, ahead: Any = None, *, past: bool = False,
 ) -> None:  # fmt: skip
     """``row`` is the first of them; ``factors`` and ``out`` belong to row 0. Only rows below n.
 
@@ -65,7 +65,7 @@ def _rows(
     e.check(scaled, flags)
     for value, place in zip(scaled, places, strict=True):
         with builder.if_then(builder.icmp_signed("<", place, n)):
-            e.store(value, builder.add(out, builder.mul(place, stride)))
+            e.store(value, builder.add(out, builder.mul(place, stride)), past=past)
 
 
 def _first(radix: int) -> Any:
@@ -100,11 +100,11 @@ def _last_half(radix: int) -> Any:
     return emitted(7, emit)
 
 
-def _last_rows(radix: int) -> Any:
+def _last_rows(radix: int, *, past: bool = False) -> Any:
     def emit(e: Emitter, tile: Any, step: Any, *sink: Any) -> None:
-        _rows(e, e.walsh_hadamard(_load(e, radix, tile, step)), *sink)
+        _rows(e, e.walsh_hadamard(_load(e, radix, tile, step)), *sink, past=past)
 
-    return emitted(10, emit)
+    return emitted(9 if past else 10, emit)
 
 
 def _cascade(e: Emitter, addresses: Any, multipliers: Any, offset: Any, first: Any, second: Any) -> list[Any]:
@@ -134,6 +134,8 @@ single4, single8, single16 = _single(4), _single(8), _single(16)
 double4, double8, double16 = _double(4), _double(8), _double(16)
 half4, half8, half16 = _last_half(4), _last_half(8), _last_half(16)
 rows4, rows8, rows16 = _last_rows(4), _last_rows(8), _last_rows(16)
+# What lies past the caches is not asked for ahead.
+rows8_past, rows16_past = _last_rows(8, past=True), _last_rows(16, past=True)
 cascade_half16, cascade_rows16 = emitted(8, _cascade_half), emitted(10, _cascade_rows)
 
 
