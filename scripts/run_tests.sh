@@ -1,19 +1,24 @@
 #!/bin/sh
-# All tests, in two processes: those that start the services, one at a time (worker and runner take all cores and
-# wait for each other in loops), and beside them the others. Their output comes one after the other.
+# All tests, in two processes that take about as long: most of those that start the services (worker and runner
+# take all cores and wait for each other in loops), and beside them the others. Their output comes one after
+# the other.
 # usage: run_tests.sh PYTHON
 set -u
 
 python=$1
+# One of them is as slow as what the other process would otherwise lack.
+services="$(ls tests/e2e/test_*.py | grep -v gemma3) tests/gelo_cli/test_cli.py tests/gelo_cli/test_memory.py"
 log=$(mktemp)
-"$python" -m pytest tests/e2e tests/gelo_cli >"$log" 2>&1 &
-services=$!
-trap 'kill "$services" 2>/dev/null; rm -f "$log"' EXIT
+# shellcheck disable=SC2086  # a list of files
+"$python" -m pytest $services >"$log" 2>&1 &
+beside=$!
+trap 'kill "$beside" 2>/dev/null; rm -f "$log"' EXIT
 trap 'exit 130' INT TERM
 
-"$python" -m pytest --ignore=tests/e2e --ignore=tests/gelo_cli
+# shellcheck disable=SC2086
+"$python" -m pytest $(printf -- '--ignore=%s ' $services)
 others=$?
-wait "$services"
+wait "$beside"
 with_services=$?
 cat "$log"
 [ "$others" -eq 0 ] && [ "$with_services" -eq 0 ]

@@ -15,9 +15,11 @@ its whole error to the last hidden state, independently, that would be off by sq
 
 Both are over-estimates: norms and the residual stream dampen most of it (seen: 0.003 and 0.013). Two logits
 whose gap is above 2·sqrt(2) of this, i.e. 0.025 and 0.097, thus do not change places (6 standard deviations
-as seen), and those with a smaller gap may. The eight answers have gaps of 0.0030 and 0.0086 at two places,
-then 0.024 and above: with the noise seen, a mask exchanges 0.7 tokens on average, and more than three with a
-probability below 1e-4.
+as seen), and those with a smaller gap may.
+
+The questions are chosen by the reference alone, of 32: those whose answers run to 64 tokens and whose best
+token leads by more than 0.055 everywhere. Under a mask the eight have six places with a lead below 0.07: with
+the noise seen one of the 512 tokens is exchanged in one run of 700, two in one of a million.
 
 `lpn` and its control `plain-int8` compute the same integers, so of their logits every bit is the same.
 """
@@ -50,15 +52,16 @@ from .running import Answer, running
 pytestmark = [pytest.mark.e2e, pytest.mark.model]
 
 QUESTIONS = (
-    "What is the capital of France, and why is it famous?",
-    "Explain photosynthesis to a ten-year-old.",
+    "Write a thank-you note to a teacher.",
+    "What causes the seasons on Earth?",
     "Write a short poem about the sea in autumn.",
     "How do I boil an egg?",
-    "Give me three reasons to learn a second language.",
-    "What is the difference between a list and a tuple in Python?",
-    "Summarise the plot of Romeo and Juliet in two sentences.",
-    "My flight was cancelled. Draft a polite e-mail to the airline asking for a refund.",
+    "Write a haiku about rain.",
+    "Describe the water cycle.",
+    "What should I pack for a week of hiking?",
+    "Who was Marie Curie?",
 )
+LEAD = 0.055
 TOKENS = 64
 PLAIN_NOISE, MASK_NOISE = 0.0088, 0.034
 # Weights in f16 instead of float32 add a rounding error as large as that of plain operands.
@@ -143,15 +146,19 @@ def _ended(model: LoadedModel, answer: Answer) -> list[int]:
 
 @dataclass(slots=True)
 class Verdict:
-    """``noise`` is the rms difference of logits; ``gaps`` those by which chosen tokens fell short."""
+    """``noise`` is the rms difference of logits; ``gaps`` those by which chosen tokens fell short.
+
+    ``lead``: the reference's smallest of its best token before the next.
+    """
 
     noise: float
     gaps: list[float] = field(default_factory=list)
+    lead: float = np.inf
 
 
 def judge(reference: Any, prompts: Sequence[Sequence[int]], generated: Generated) -> Verdict:
     """Compare each token and its logits with the reference's, given the same text before it."""
-    gaps, squares = [], []
+    gaps, squares, lead = [], [], np.inf
     for prompt, answer, mine in zip(prompts, generated.answers, generated.logits, strict=True):
         with torch.no_grad():
             ids = torch.tensor([[*prompt, *answer[:-1]]])
@@ -161,7 +168,9 @@ def judge(reference: Any, prompts: Sequence[Sequence[int]], generated: Generated
         squares.append(np.square(difference - difference.mean(axis=1, keepdims=True)).mean(axis=1))
         short = logits.max(axis=1) - logits[np.arange(len(answer)), answer]
         gaps += short[short > 0].tolist()
-    return Verdict(float(np.sqrt(np.concatenate(squares).mean())), gaps)
+        second, best = np.partition(logits, -2, axis=1)[:, -2:].T
+        lead = min(lead, float((best - second).min()))
+    return Verdict(float(np.sqrt(np.concatenate(squares).mean())), gaps, lead)
 
 
 def test_prompts_are_those_of_transformers(smollm2_dir: Path, prompts: list[list[int]]) -> None:
@@ -180,8 +189,9 @@ def test_plain_is_exact(
     tmp_path: Path,
 ) -> None:
     generated = generate(cpu_worker.address, "plain", prompts, TOKENS)
-    assert sum(len(answer) for answer in generated.answers) > 400
+    assert [len(answer) for answer in generated.answers] == [TOKENS] * len(prompts)
     verdict = judge(reference, prompts, generated)
+    assert verdict.lead > LEAD
     assert verdict.gaps == []
     assert verdict.noise < PLAIN_NOISE
 
@@ -203,9 +213,8 @@ def test_plain_is_exact(
     assert not unexpected
     independent.tie_weights()
     verdict = judge(independent, prompts, generated)
-    assert verdict.noise < GGUF_NOISE
-    assert all(gap < 2 * 2**0.5 * GGUF_NOISE for gap in verdict.gaps)
-    assert len(verdict.gaps) <= 3
+    assert verdict.noise < GGUF_NOISE < LEAD / (2 * 2**0.5)
+    assert verdict.gaps == []
 
 
 @pytest.mark.parametrize("protection", ["gelo-haar", "gelo-hd3"])
@@ -220,7 +229,7 @@ def test_masks_differ_only_at_near_ties(
     verdict = judge(reference, prompts, generated)
     assert verdict.noise < MASK_NOISE
     assert all(gap < 2 * 2**0.5 * MASK_NOISE for gap in verdict.gaps)
-    assert len(verdict.gaps) <= 3
+    assert len(verdict.gaps) <= 1
 
 
 @pytest.fixture(scope="module")
@@ -264,5 +273,6 @@ def test_wgpu(
     generated = generate(wgpu_worker.address, "gelo-hd3", prompts[:2], 16)
     verdict = judge(reference, prompts[:2], generated)
     assert verdict.noise < MASK_NOISE
-    # The smallest gap of the reference in these 32 tokens is 0.147, out of reach of f16 noise.
+    # Out of reach of f16 noise.
+    assert verdict.lead > 0.3
     assert verdict.gaps == []
