@@ -113,21 +113,19 @@ def kernel_seconds(engine: RingWgpu, loaded: list[LoadedWeight], m: int, seconds
     """What one more product of ``m`` rows takes in a submission of many. All must fit one chunk."""
     on = engine._on
     states = [engine._state(weight) for weight in loaded]
-    plans = engine._plan(states[0], m)
+    prepared = engine._prepare(states[0], m)
     for state in states:
-        engine._reserve(state, {m: plans}, ())
+        engine._reserve(state, {m: prepared}, ())
 
     def submission(products: int) -> float:
-        encoder = on.device.create_command_encoder()
-        compute = encoder.begin_compute_pass()
-        for i in range(products):
-            for slab, plan in enumerate(plans):
-                engine._dispatch(compute, states[i % len(states)], slab, plan)
-        compute.end()
-        commands = encoder.finish()
-        started = time.perf_counter()
-        on.wait(on.submit(commands))
-        return time.perf_counter() - started
+        with on.commands() as commands:
+            for i in range(products):
+                for slab, plan in enumerate(prepared.plans):
+                    engine._dispatch(commands, states[i % len(states)], slab, plan)
+            commands.finish()
+            started = time.perf_counter()
+            on.wait(commands.submit())
+            return time.perf_counter() - started
 
     few, most = 4, 2004
     floor = submission(few)

@@ -1,15 +1,17 @@
 """What wgpu-native offers and wgpu-py does not: exact waits, mapping without a thread, unchecked shaders.
 
 wgpu-py waits for the whole queue when it maps a buffer, on a thread of its own. These calls wait for one
-submission, on the calling thread, with the GIL released. They use wgpu-py's private bindings, so everything
-here has a portable counterpart and :func:`open_native` answers ``None`` when a binding is missing.
+submission, on the calling thread, with the GIL released; commands are recorded without an object and a
+dictionary for each. They use wgpu-py's private bindings, so everything here has a portable counterpart and
+:func:`open_native` answers ``None`` when a binding is missing.
 """
 
 from __future__ import annotations
 
+import time
 from functools import cache
 from itertools import count
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from gpu_worker.engines.base import EngineError
 
@@ -34,6 +36,17 @@ class _Bindings:
         self.mapped_range = libf.wgpuBufferGetMappedRange
         self.unmap = libf.wgpuBufferUnmap
         self.create_shader = libf.wgpuDeviceCreateShaderModuleTrusted
+        self.create_encoder = libf.wgpuDeviceCreateCommandEncoder
+        self.copy = libf.wgpuCommandEncoderCopyBufferToBuffer
+        self.begin_pass = libf.wgpuCommandEncoderBeginComputePass
+        self.set_pipeline = libf.wgpuComputePassEncoderSetPipeline
+        self.set_bind_group = libf.wgpuComputePassEncoderSetBindGroup
+        self.dispatch = libf.wgpuComputePassEncoderDispatchWorkgroups
+        self.end_pass = libf.wgpuComputePassEncoderEnd
+        self.finish = libf.wgpuCommandEncoderFinish
+        self.release_pass = libf.wgpuComputePassEncoderRelease
+        self.release_encoder = libf.wgpuCommandEncoderRelease
+        self.release_commands = libf.wgpuCommandBufferRelease
         self.shader_class = GPUShaderModule
         self.string_view = to_c_string_view
         self.map_status: dict[int, int] = {}
@@ -57,18 +70,25 @@ def _bindings() -> _Bindings | None:
 
 
 class NativeDevice:
-    """The native calls for one wgpu device."""
+    """The native calls for one wgpu device.
 
-    def __init__(self, device: Any, bindings: _Bindings) -> None:
+    ``patience``: how many seconds to ask for a result again and again before waiting to be woken.
+    """
+
+    def __init__(self, device: Any, bindings: _Bindings, patience: float) -> None:
         self._device = device
+        self._patience = patience
         self._queue = device.queue
         self._api = bindings
         self._index = bindings.ffi.new("WGPUSubmissionIndex *")
         self._commands = bindings.ffi.new("WGPUCommandBuffer[1]")
 
-    def submit(self, commands: Any) -> int:
-        """Submits one command buffer and returns its submission index."""
-        self._commands[0] = commands._internal
+    def commands(self) -> NativeCommands:
+        """An empty list of commands."""
+        return NativeCommands(self._device, self._api, self._submit)
+
+    def _submit(self, commands: Any) -> int:
+        self._commands[0] = commands
         return int(self._api.submit(self._queue._internal, 1, self._commands))
 
     def wait(self, submission: int) -> None:
@@ -87,19 +107,25 @@ class NativeDevice:
         self._api.map_async(buffer._internal, flag, 0, buffer.size, info[0])
         return ticket
 
-    def finish_map(self, ticket: int) -> None:
-        """Waits until the mapping is done.
+    def finish_map(self, ticket: int, submission: int | None) -> None:
+        """Waits until the mapping is done, which follows ``submission`` if there is one.
 
         Raises:
             EngineError: the buffer cannot be mapped.
         """
-        for block in (False, True):
-            if ticket in self._api.map_status:
+        status = self._api.map_status
+        deadline = time.perf_counter() + self._patience
+        while ticket not in status:
+            self._api.poll(self._device._internal, False, self._api.ffi.NULL)
+            if time.perf_counter() >= deadline:
                 break
-            self._api.poll(self._device._internal, block, self._api.ffi.NULL)
-        status = self._api.map_status.pop(ticket, None)
-        if status != self._api.lib.WGPUMapAsyncStatus_Success:
-            raise EngineError(f"a staging buffer cannot be mapped (status {status}); the GPU may be lost")
+        if ticket not in status and submission is not None:
+            self.wait(submission)
+        for block in (False, True):
+            if ticket not in status:
+                self._api.poll(self._device._internal, block, self._api.ffi.NULL)
+        if status.pop(ticket, None) != self._api.lib.WGPUMapAsyncStatus_Success:
+            raise EngineError("a staging buffer cannot be mapped; the GPU may be lost")
 
     def mapped(self, buffer: Any) -> Any:
         """The mapped bytes of ``buffer`` as a writable buffer object, valid until :meth:`unmap`."""
@@ -131,7 +157,56 @@ class NativeDevice:
         return self._api.shader_class(label, module, self._device)
 
 
-def open_native(device: Any) -> NativeDevice | None:
+class NativeCommands:
+    """Copies and dispatches, recorded in order and submitted at once."""
+
+    def __init__(self, device: Any, api: _Bindings, submit: Any) -> None:
+        self._api = api
+        self._submit = submit
+        self._encoder = api.create_encoder(device._internal, api.ffi.NULL)
+        self._pass: Any = None
+        self._finished: Any = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pass is not None:
+            self._api.release_pass(self._pass)
+        self._api.release_encoder(self._encoder)
+        if self._finished is not None:
+            self._api.release_commands(self._finished)
+
+    def copy(self, source: Any, source_at: int, target: Any, target_at: int, size: int) -> None:
+        """``size`` bytes from one buffer to another."""
+        self._end_pass()
+        self._api.copy(self._encoder, source._internal, source_at, target._internal, target_at, size)
+
+    def dispatch(self, pipeline: Any, group: Any, grid: tuple[int, int, int]) -> None:
+        """Run ``pipeline`` on the buffers of ``group``, in ``grid`` workgroups."""
+        if self._pass is None:
+            self._pass = self._api.begin_pass(self._encoder, self._api.ffi.NULL)
+        self._api.set_pipeline(self._pass, pipeline._internal)
+        self._api.set_bind_group(self._pass, 0, group._internal, 0, self._api.ffi.NULL)
+        self._api.dispatch(self._pass, *grid)
+
+    def finish(self) -> None:
+        """There are no more of them."""
+        self._end_pass()
+        self._finished = self._api.finish(self._encoder, self._api.ffi.NULL)
+
+    def submit(self) -> int:
+        """Send all of it, after :meth:`finish`; the number to wait for."""
+        return int(self._submit(self._finished))
+
+    def _end_pass(self) -> None:
+        if self._pass is not None:
+            ended, self._pass = self._pass, None
+            self._api.end_pass(ended)
+            self._api.release_pass(ended)
+
+
+def open_native(device: Any, *, patience: float = 0.0) -> NativeDevice | None:
     """The native calls for ``device``, or ``None`` if this version of wgpu-py hides them."""
     bindings = _bindings()
-    return None if bindings is None else NativeDevice(device, bindings)
+    return None if bindings is None else NativeDevice(device, bindings, patience)

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,13 +22,78 @@ from gpu_worker.engines.wgpu_pipelines import Pipelines
 from gpu_worker.engines.wgpu_plan import WORKGROUP_TARGETS, GemmPlan, PlanLimits, Slab
 from gpu_worker.engines.wgpu_staging import StagingSlot, Workspace
 
+# Being woken costs about 40 us on a GPU; a decode step's product takes less than this.
+_PATIENCE_S = 300e-6
 # The host fills and empties one slot while the device works on the other.
 _SLOTS = 2
 # Uniform bindings start at multiples of 256 bytes on every adapter.
 _PARAMS_BYTES = 32
 _PARAMS_STRIDE = 256
+# Numbers of rows whose plans a weight remembers.
+_PREPARED_MAX = 256
 # Large products are cut into submissions of about this size, which overlap transfer and arithmetic.
 DEFAULT_CHUNK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a product of some number of rows needs: a plan for each slab, and their parameters' bytes."""
+
+    plans: tuple[GemmPlan, ...]
+    parameters: NDArray[np.uint8]
+
+
+class Commands(Protocol):
+    """Copies and dispatches, recorded in order and submitted at once."""
+
+    def __enter__(self) -> Self:
+        """Itself."""
+
+    def __exit__(self, *_: object) -> None:
+        """Forget what was not submitted."""
+
+    def copy(self, source: Any, source_at: int, target: Any, target_at: int, size: int) -> None:
+        """``size`` bytes from one buffer to another."""
+
+    def dispatch(self, pipeline: Any, group: Any, grid: tuple[int, int, int]) -> None:
+        """Run ``pipeline`` on the buffers of ``group``, in ``grid`` workgroups."""
+
+    def finish(self) -> None:
+        """There are no more of them."""
+
+    def submit(self) -> int:
+        """Send all of it, after :meth:`finish`; the number to :meth:`GpuDevice.wait` for."""
+
+
+class PortableCommands:
+    """:class:`Commands` through wgpu-py's public calls."""
+
+    def __init__(self, device: Any) -> None:
+        self._queue = device.queue
+        self._encoder = device.create_command_encoder()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def copy(self, source: Any, source_at: int, target: Any, target_at: int, size: int) -> None:
+        self._encoder.copy_buffer_to_buffer(source, source_at, target, target_at, size)
+
+    def dispatch(self, pipeline: Any, group: Any, grid: tuple[int, int, int]) -> None:
+        compute = self._encoder.begin_compute_pass()
+        compute.set_pipeline(pipeline)
+        compute.set_bind_group(0, group)
+        compute.dispatch_workgroups(*grid)
+        compute.end()
+
+    def finish(self) -> None:
+        self._finished = self._encoder.finish()
+
+    def submit(self) -> int:
+        self._queue.submit([self._finished])
+        return 0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -40,6 +105,7 @@ class WeightState:
     rows: int
     slabs: tuple[Slab, ...]
     buffers: list[Any] = field(default_factory=list)
+    prepared: dict[int, Prepared] = field(default_factory=dict)
     bind_groups: dict[tuple[int, str], Any] = field(default_factory=dict)
     bind_version: int = -1
 
@@ -79,7 +145,9 @@ class GpuDevice:
             EngineError: it does not open.
         """
         device = open_device(adapter, use_f16=use_f16)
-        native = open_native(device) if use_native else None
+        # A software device computes on the cores that asking would take.
+        patience = _PATIENCE_S if adapter.hardware_gpu else 0.0
+        native = open_native(device, patience=patience) if use_native else None
         max_buffer = adapter.limits["max-buffer-size"]
         binding = min(adapter.limits["max-storage-buffer-binding-size"], max_buffer)
         limits = PlanLimits(
@@ -97,12 +165,9 @@ class GpuDevice:
             slots=tuple(StagingSlot(device, native, max_buffer) for _ in range(_SLOTS)),
         )
 
-    def submit(self, commands: Any) -> int:
-        """Send a command buffer; the number to :meth:`wait` for."""
-        if self.native is not None:
-            return self.native.submit(commands)
-        self.device.queue.submit([commands])
-        return 0
+    def commands(self) -> Commands:
+        """An empty list of commands, a context manager."""
+        return PortableCommands(self.device) if self.native is None else self.native.commands()
 
     def wait(self, submission: int) -> None:
         """Wait for a submission. Without the native calls, mapping a buffer waits."""
@@ -185,7 +250,9 @@ class GpuProducts(Generic[State]):
                     write(buffer, slab)
                     buffer.unmap()
                     # wgpu keeps the upload in memory of its own until something is submitted.
-                    self._on.wait(self._on.submit(self._on.device.create_command_encoder().finish()))
+                    with self._on.commands() as nothing:
+                        nothing.finish()
+                        self._on.wait(nothing.submit())
         except EngineError:
             state.destroy()
             raise
@@ -205,16 +272,16 @@ class GpuProducts(Generic[State]):
         m = operand.shape[0]
         starts = range(0, m, state.rows)
         with engine_errors("a product fails"):
-            plans = {rows: self._plan(state, rows) for rows in {min(state.rows, m), m - starts[-1]}}
+            prepared = {rows: self._prepare(state, rows) for rows in {min(state.rows, m), m - starts[-1]}}
             slots = self._on.slots
-            self._reserve(state, plans, slots[: len(starts)])
+            self._reserve(state, prepared, slots[: len(starts)])
             in_flight: deque[tuple[StagingSlot, int, int]] = deque()
             for index, start in enumerate(starts):
                 if len(in_flight) == len(slots):
                     self._finish(*in_flight.popleft(), state, out)
                 slot = slots[index % len(slots)]
                 stop = min(start + state.rows, m)
-                self._start(slot, state, operand[start:stop], plans[stop - start])
+                self._start(slot, state, operand[start:stop], prepared[stop - start])
                 in_flight.append((slot, start, stop))
             while in_flight:
                 self._finish(*in_flight.popleft(), state, out)
@@ -242,21 +309,28 @@ class GpuProducts(Generic[State]):
         if out.dtype != made or out.shape != expected or not out.flags.writeable:
             raise EngineError(f"out must be writable {made} {expected}, not {out.dtype} {out.shape}")
 
+    def _prepare(self, state: State, rows: int) -> Prepared:
+        ready = state.prepared.get(rows)
+        if ready is None:
+            if len(state.prepared) == _PREPARED_MAX:
+                state.prepared.clear()
+            plans = self._plan(state, rows)
+            ready = state.prepared[rows] = Prepared(plans, _parameters(rows, state, plans))
+        return ready
+
     def _operand_bytes(self, state: State, rows: int) -> int:
         return np.dtype(self.OPERAND).itemsize * rows * state.k
 
-    def _reserve(
-        self, state: State, plans: dict[int, tuple[GemmPlan, ...]], slots: tuple[StagingSlot, ...]
-    ) -> None:
+    def _reserve(self, state: State, prepared: dict[int, Prepared], slots: tuple[StagingSlot, ...]) -> None:
         """Grows every buffer to what all chunks of this product need, before the first is submitted."""
-        rows = max(plans)
+        rows = max(prepared)
         space = self._on.workspace
         params = _PARAMS_STRIDE * len(state.slabs)
         operand, result = self._operand_bytes(state, rows), 4 * rows * state.n
         space.reserve("params", params)
         space.reserve("operand", operand)
         space.reserve("result", result)
-        partial = max(plan.partial_bytes for chunk in plans.values() for plan in chunk)
+        partial = max(plan.partial_bytes for chunk in prepared.values() for plan in chunk.plans)
         if partial:
             space.reserve("partial", partial)
         for slot in slots:
@@ -265,39 +339,34 @@ class GpuProducts(Generic[State]):
             state.bind_groups.clear()
             state.bind_version = space.version
 
-    def _start(
-        self, slot: StagingSlot, state: State, operand: NDArray[Any], plans: tuple[GemmPlan, ...]
-    ) -> None:
+    def _start(self, slot: StagingSlot, state: State, operand: NDArray[Any], prepared: Prepared) -> None:
         """Submits one chunk of rows; nothing waits."""
         rows = operand.shape[0]
-        params_bytes, operand_bytes = _PARAMS_STRIDE * len(plans), self._operand_bytes(state, rows)
+        params_bytes, operand_bytes = prepared.parameters.size, self._operand_bytes(state, rows)
         host = slot.upload.to_host()
-        _write_params(host[:params_bytes], rows, state, plans)
+        host[:params_bytes] = prepared.parameters
         self._write_operand(host[params_bytes : params_bytes + operand_bytes], operand, state)
         slot.upload.to_device()
         slot.download.to_device()
         space = self._on.workspace
-        encoder = self._on.device.create_command_encoder()
-        encoder.copy_buffer_to_buffer(slot.upload.buffer, 0, space["params"], 0, params_bytes)
-        encoder.copy_buffer_to_buffer(slot.upload.buffer, params_bytes, space["operand"], 0, operand_bytes)
-        compute = encoder.begin_compute_pass()
-        for index, plan in enumerate(plans):
-            self._dispatch(compute, state, index, plan)
-        compute.end()
-        encoder.copy_buffer_to_buffer(space["result"], 0, slot.download.buffer, 0, 4 * rows * state.n)
-        slot.submission = self._on.submit(encoder.finish())
-        slot.download.request_host()
-        slot.upload.request_host()
+        with self._on.commands() as commands:
+            commands.copy(slot.upload.buffer, 0, space["params"], 0, params_bytes)
+            commands.copy(slot.upload.buffer, params_bytes, space["operand"], 0, operand_bytes)
+            for index, plan in enumerate(prepared.plans):
+                self._dispatch(commands, state, index, plan)
+            commands.copy(space["result"], 0, slot.download.buffer, 0, 4 * rows * state.n)
+            commands.finish()
+            submission = commands.submit()
+        slot.download.request_host(submission)
+        slot.upload.request_host(submission)
 
-    def _dispatch(self, compute: Any, state: State, index: int, plan: GemmPlan) -> None:
+    def _dispatch(self, commands: Commands, state: State, index: int, plan: GemmPlan) -> None:
         split = plan.splits > 1
-        compute.set_pipeline(self._pipelines.gemm(plan.kernel))
-        compute.set_bind_group(0, self._bind_group(state, index, "partial" if split else "direct"))
-        compute.dispatch_workgroups(*plan.grid)
+        group = self._bind_group(state, index, "partial" if split else "direct")
+        commands.dispatch(self._pipelines.gemm(plan.kernel), group, plan.grid)
         if split:
-            compute.set_pipeline(self._pipelines.reduce)
-            compute.set_bind_group(0, self._bind_group(state, index, "reduce"))
-            compute.dispatch_workgroups(*plan.reduce_grid)
+            group = self._bind_group(state, index, "reduce")
+            commands.dispatch(self._pipelines.reduce, group, plan.reduce_grid)
 
     def _bind_group(self, state: State, index: int, kind: str) -> Any:
         group = state.bind_groups.get((index, kind))
@@ -314,18 +383,16 @@ class GpuProducts(Generic[State]):
 
     def _finish(self, slot: StagingSlot, start: int, stop: int, state: State, out: NDArray[Any]) -> None:
         """Waits for the chunk in ``slot`` and copies its rows to ``out``."""
-        self._on.wait(slot.submission)
         result = slot.download.to_host()[: 4 * (stop - start) * state.n].view(self.RESULT)
         out[start:stop] = result.reshape(stop - start, state.n)[:, : out.shape[1]]
         slot.download.to_device()
 
 
-def _write_params(
-    host: NDArray[np.uint8], rows: int, state: WeightState, plans: tuple[GemmPlan, ...]
-) -> None:
+def _parameters(rows: int, state: WeightState, plans: tuple[GemmPlan, ...]) -> NDArray[np.uint8]:
     """One ``Params`` of ``kernels/params.wgsl`` per slab, ``_PARAMS_STRIDE`` bytes apart."""
-    table = host.view(np.uint32).reshape(len(plans), _PARAMS_STRIDE // 4)
+    table = np.zeros((len(plans), _PARAMS_STRIDE // 4), np.uint32)
     for row, slab, plan in zip(table, state.slabs, plans, strict=True):
         result = (state.n // 4, slab.start // 4)
         gemm = (slab.width // 4, 0) if plan.splits > 1 else result
         row[: _PARAMS_BYTES // 4] = (rows, state.k, slab.width, plan.splits, *gemm, *result)
+    return table.view(np.uint8).reshape(-1)

@@ -56,8 +56,8 @@ class StagingBuffer(ABC):
         """Makes the buffer usable by the next submission. Harmless if it already is."""
 
     @abstractmethod
-    def request_host(self) -> None:
-        """Lets the buffer become the host's as soon as what was submitted is done with it."""
+    def request_host(self, submission: int | None = None) -> None:
+        """Lets the buffer become the host's as soon as what was submitted, last of all, is done with it."""
 
     def destroy(self) -> None:
         """Frees the memory."""
@@ -72,17 +72,19 @@ class NativeStagingBuffer(StagingBuffer):
         super().__init__(device, mode, size)
         self._native = native
         self._ticket: int | None = None
+        self._submission: int | None = None
         self._mapped = False
 
-    def request_host(self) -> None:
+    def request_host(self, submission: int | None = None) -> None:
         if not self._mapped and self._ticket is None:
             self._ticket = self._native.request_map(self.buffer, self._mode)
+            self._submission = submission
 
     def to_host(self) -> NDArray[np.uint8]:
         self.request_host()
         if self._ticket is not None:
             ticket, self._ticket = self._ticket, None
-            self._native.finish_map(ticket)
+            self._native.finish_map(ticket, self._submission)
             self._mapped = True
         return np.frombuffer(self._native.mapped(self.buffer), np.uint8)
 
@@ -103,7 +105,7 @@ class PortableStagingBuffer(StagingBuffer):
         self._host: NDArray[np.uint8] | None = None
         self._held = False
 
-    def request_host(self) -> None:
+    def request_host(self, submission: int | None = None) -> None:
         """Nothing: the public call waits at once, which :meth:`to_host` does in time."""
 
     def to_host(self) -> NDArray[np.uint8]:
@@ -126,14 +128,13 @@ class PortableStagingBuffer(StagingBuffer):
 
 
 class StagingSlot:
-    """One place of the ring: an upload and a download buffer, and the submission that uses them."""
+    """One place of the ring: an upload and a download buffer."""
 
     def __init__(self, device: Any, native: NativeDevice | None, max_bytes: int) -> None:
         self._device = device
         self._native = native
         self._max_bytes = max_bytes
         self._buffers: dict[MapMode, StagingBuffer] = {}
-        self.submission = 0
 
     def reserve(self, upload_bytes: int, download_bytes: int) -> None:
         """Makes both buffers at least this large.
