@@ -9,7 +9,7 @@ GB/s" counts a weight once a call. The CPU's kernels: "amx" tiles of bytes, "dot
 products, "words" 32-bit arithmetic; the engine takes the first that runs.
 
 On a GPU the last three columns are the arithmetic alone: what one more product takes, adding up
-partial sums included, in a submission of many.
+partial sums included, in a submission of many. Empty where a product takes several submissions.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def measure(
             "engine": name, "m": m, "d_in": d_in, "d_out": d_out, "bits": arguments.bits, "ms": seconds * 1e3,
             "Gmac/s": mac / seconds / 1e9, "weights GB/s": size / seconds / 1e9,
         }  # fmt: skip
-        if isinstance(engine, RingWgpu):
+        if isinstance(engine, RingWgpu) and m <= engine._state(loaded[0]).rows:
             kernel = kernel_seconds(engine, loaded, m, arguments.seconds)
             values = (kernel * 1e3, mac / kernel / 1e9, size / kernel / 1e9)
             figure.update(zip(GPU_COLUMNS, values, strict=True))

@@ -85,6 +85,11 @@ def linear_of(weight: NDArray[np.floating], weight_id: int = 0) -> Linear:
     return Linear(weight_id=weight_id, name=f"w{weight_id}", d_in=weight.shape[1], d_out=weight.shape[0])
 
 
+def half_weight(generator: np.random.Generator, d_out: int, d_in: int) -> NDArray[np.float16]:
+    """A random weight in float16 that leaves the size of rows about as it is."""
+    return (generator.standard_normal((d_out, d_in)) / np.sqrt(d_in)).astype(np.float16)
+
+
 def protect(scheme: type[Protection], transport: Transport, key: int = 1) -> Protection:
     """``scheme`` with a fixed key where it has one."""
     if issubclass(scheme, GeloProtection):
