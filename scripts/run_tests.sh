@@ -1,13 +1,13 @@
 #!/bin/sh
-# All tests, in two processes that take about as long: most of those that start the services (worker and runner
-# take all cores and wait for each other in loops), and beside them the others. Their output comes one after
-# the other.
+# All tests, in two processes that take about as long: end-to-end tests, most of whose time goes to worker and
+# runner, which take all cores and wait for each other in loops, and beside them the others. Their output comes
+# one after the other.
 # usage: run_tests.sh PYTHON
 set -u
 
 python=$1
 # One of them is as slow as what the other process would otherwise lack.
-services="$(ls tests/e2e/test_*.py | grep -v gemma3) tests/gelo_cli/test_cli.py tests/gelo_cli/test_memory.py"
+services=$(ls tests/e2e/test_*.py | grep -v gemma3)
 log=$(mktemp)
 # shellcheck disable=SC2086  # a list of files
 "$python" -m pytest $services >"$log" 2>&1 &
