@@ -169,8 +169,11 @@ class SmallModel:
         return logits
 
 
-def make(name: str, gain: float, directory: Path) -> SmallModel:
-    """Build, scale by ``gain``, round to float16, save and open the model called ``name``."""
+def make(name: str, gain: float, directory: Path, **sizes: int) -> SmallModel:
+    """Build, scale by ``gain``, round to float16, save and open the model called ``name``.
+
+    ``sizes`` stand in for the common settings.
+    """
     config_class, model_class, overrides = FAMILIES[name]
     settings = {
         "vocab_size": VOCAB,
@@ -187,7 +190,8 @@ def make(name: str, gain: float, directory: Path) -> SmallModel:
         "pad_token_id": None,  # else its embedding is zero, and what is normalised is noise
         "tie_word_embeddings": False,
         "attn_implementation": "eager",
-    } | overrides
+    }
+    settings |= overrides | sizes
     if config_class is Qwen2Config:
         del settings["head_dim"]  # its attention takes hidden_size / heads
     torch.manual_seed(sum(name.encode()))

@@ -1,6 +1,6 @@
-"""A random Qwen3 under `lpn`: bit for bit the logits of `plain-int8`, on the real engines.
+"""Random models of every family under `lpn`: bit for bit the logits of `plain-int8`, on the real engines.
 
-SmolLM2 is in test_greedy.py; every family, on a worker in memory, in
+SmolLM2 is in test_greedy.py; sequences that join late, on a worker in memory, in
 tests/tee_runner/decoder/test_quantised.py.
 """
 
@@ -19,6 +19,7 @@ from tee_runner.engine.runtime import Runtime, RuntimeOptions
 from tee_runner.models import LoadedModel
 from tee_runner.protection.base import Float32
 from tee_runner.protection.lpn.options import LpnOptions
+from tests.tee_runner.decoder.small_models import MILD, make
 
 from .processes import WorkerProcess, start_worker
 
@@ -26,16 +27,25 @@ pytestmark = pytest.mark.e2e
 
 LENGTHS = (3, 31, 1, 17, 70, 8, 40, 12)
 TOKENS = 64
+FAMILIES = ("llama3", "qwen2-window", "qwen3", "mistral", "gemma3", "gemma3-mqa", "gemma4", "gemma4-kv")
 
 
-@pytest.fixture(scope="module")
-def qwen3() -> LoadedModel:
-    """Two layers, grouped heads and QK-norm; widths that `lpn` has secure parameters for."""
+def wide_qwen3() -> LoadedModel:
+    """Two layers, grouped heads and QK-norm, as wide as SmolLM2."""
     config = replace(
         qwen3_4b_shape(2, vocab=640), hidden_size=576, intermediate_size=1536, num_heads=8, num_kv_heads=2,
         head_dim=72, max_position_embeddings=256,
     )  # fmt: skip
     return random_model(config, seed=3)
+
+
+@pytest.fixture(scope="module", params=["wide qwen3", *FAMILIES])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """All widths are such that `lpn` has secure parameters for them."""
+    if request.param == "wide qwen3":
+        return wide_qwen3()
+    directory = tmp_path_factory.mktemp(request.param)
+    return make(request.param, MILD, directory, intermediate_size=96).ours
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +61,10 @@ def engine(request: pytest.FixtureRequest) -> Iterator[WorkerProcess]:
 
 
 def logits_of(model: LoadedModel, worker: WorkerProcess, protection: str, pools: Path) -> list[Float32]:
-    """Greedy answers to eight prompts of different lengths at once: each step's logits ``(8, vocab)``."""
+    """64 steps after eight prompts of different lengths, at once: the logits ``(8, vocab)`` of each.
+
+    What follows the best token by so many as there were steps is fed: random models run in circles.
+    """
     options = RuntimeOptions(
         worker=worker.address, protection=protection, max_sequences=8, lpn=LpnOptions(pool_directory=pools)
     )
@@ -62,21 +75,22 @@ def logits_of(model: LoadedModel, worker: WorkerProcess, protection: str, pools:
     steps: list[Float32] = []
     try:
         runtime.connect()
-        for _ in range(TOKENS):
+        for step in range(TOKENS):
             batch = RaggedBatch(
                 tokens=np.concatenate(fed), slots=slots, counts=[len(part) for part in fed],
                 sampled=[1] * len(fed),
             )  # fmt: skip
             steps.append(runtime.forward(batch).copy())
-            fed = [best[None] for best in steps[-1].argmax(axis=1)]
+            following = (steps[-1].argmax(axis=1) + step) % model.config.vocab_size
+            fed = [token[None] for token in following]
     finally:
         runtime.close()
     return steps
 
 
-def test_blinding_changes_no_bit(qwen3: LoadedModel, engine: WorkerProcess, pools: Path) -> None:
-    plain = logits_of(qwen3, engine, "plain-int8", pools)
+def test_blinding_changes_no_bit(model: LoadedModel, engine: WorkerProcess, pools: Path) -> None:
+    plain = logits_of(model, engine, "plain-int8", pools)
     assert len({step.argmax(axis=1).tobytes() for step in plain}) > TOKENS // 2
-    for mine, theirs in zip(logits_of(qwen3, engine, "lpn", pools), plain, strict=True):
+    for mine, theirs in zip(logits_of(model, engine, "lpn", pools), plain, strict=True):
         assert np.isfinite(theirs).all()
         np.testing.assert_array_equal(mine.view(np.uint32), theirs.view(np.uint32))
