@@ -18,8 +18,8 @@ whose gap is above 2·sqrt(2) of this, i.e. 0.025 and 0.097, thus do not change 
 as seen), and those with a smaller gap may.
 
 The questions are chosen by the reference alone, of 32: those whose answers run to 64 tokens and whose best
-token leads by more than 0.055 everywhere. Under a mask the eight have six places with a lead below 0.07: with
-the noise seen one of the 512 tokens is exchanged in one run of 700, two in one of a million.
+token leads by more than 0.055 everywhere. Four places have a lead below 0.07: with the noise seen a mask
+exchanges one of the 512 tokens in one run of 700, two in one of a million.
 
 `lpn` and its control `plain-int8` compute the same integers, so of their logits every bit is the same.
 """

@@ -71,6 +71,7 @@ class PortableCommands:
     def __init__(self, device: Any) -> None:
         self._queue = device.queue
         self._encoder = device.create_command_encoder()
+        self._finished: Any = None
 
     def __enter__(self) -> Self:
         return self
