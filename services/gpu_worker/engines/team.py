@@ -4,8 +4,11 @@ A decode step hands the engine a new product every 100 µs or so. Waking a sleep
 costs about half of that, so helpers stay awake for a bounded while after each job and give
 their core away whenever another thread wants it; after that they sleep until called.
 
-Threads are not pinned. On a quiet machine that would save some time, but a pinned thread that
-yields to another program's on its processor waits for a whole time slice of it, at every offload.
+Threads are not pinned: a pinned thread that yields to another program's on its processor waits for
+a whole time slice of it, at every offload. But threads that all spin look equally busy to the kernel,
+which then may leave two of a team on one processor while the runner spins alone on another: on 2 cores
+a helper missed two products of three. So each member says where it is, and a helper that finds
+itself on the processor of a member before it moves to another, once per job at most.
 """
 
 from __future__ import annotations
@@ -22,7 +25,6 @@ from gelo.atomics import (
     atomic_store,
     futex_wait,
     futex_wake,
-    spin_while_equal,
     yield_cpu,
 )
 from gpu_worker.engines.microkernel import (
@@ -46,10 +48,13 @@ from gpu_worker.engines.microkernel import (
     WEIGHT,
     work,
 )
+from gpu_worker.engines.processors import current_processor, move_off
 
 # Yields before a helper sleeps: about a millisecond, longer than the gap between two offloads.
 _HELPER_SPINS = 3000
 _EPOCHS = 0x3FFFFFFF
+# Behind the job's words: the processor of each member, the leader's first, -1 while it sleeps.
+_PLACES = JOB_WORDS
 
 
 @numba.njit(nogil=True, cache=True)
@@ -59,6 +64,7 @@ def lead(
 ) -> None:  # fmt: skip
     """Publish a job, call the helpers, do a share of it, and wait for theirs. See :meth:`Team.run`."""
     epoch = (atomic_load(base + 8 * CALL) + 1) & _EPOCHS
+    atomic_store(base + 8 * _PLACES, current_processor())
     size = job[SIZE]
     chunk = max(1, min(64, panels // (4 * size)))
     if panels >= 32 * size:
@@ -88,11 +94,41 @@ def lead(
 
 
 @numba.njit(nogil=True, cache=True)
-def _help(job: Any, base: int, spins: int) -> None:
+def keep_apart(base: int, index: int, taken: Any) -> bool:
+    """Leave the processor of a member before ``index``, the caller's; True if it moved.
+
+    ``taken`` ``(index,)`` int64 is scratch.
+    """
+    own = current_processor()
+    if atomic_load(base + 8 * (_PLACES + index)) != own:
+        atomic_store(base + 8 * (_PLACES + index), own)
+    shared = False
+    for i in range(index):
+        taken[i] = atomic_load(base + 8 * (_PLACES + i))
+        shared = shared or taken[i] == own
+    return bool(shared and move_off(taken))
+
+
+@numba.njit(nogil=True, cache=True)
+def _called(base: int, index: int, seen: int, spins: int, taken: Any) -> bool:
+    """Wait, yielding, for another job than ``seen``; False if there is none after ``spins`` yields."""
+    moved = False
+    for _ in range(spins):
+        if atomic_load(base + 8 * CALL) != seen:
+            return True
+        yield_cpu()
+        moved = moved or keep_apart(base, index, taken)
+    return bool(atomic_load(base + 8 * CALL) != seen)
+
+
+@numba.njit(nogil=True, cache=True)
+def _help(job: Any, base: int, index: int, spins: int) -> None:
     """Join every job: spin for the next, then sleep, until told to stop."""
     seen = 0
+    taken = np.empty(index, np.int64)
     while True:
-        if not spin_while_equal(base + 8 * CALL, seen, spins):
+        if not _called(base, index, seen, spins, taken):
+            atomic_store(base + 8 * (_PLACES + index), -1)
             atomic_add(base + 8 * SLEEPING, 1)
             while atomic_load(base + 8 * CALL) == seen and atomic_load(base + 8 * STOP) == 0:
                 futex_wait(base + 8 * CALL, seen)
@@ -116,12 +152,13 @@ class Team:
 
     def __init__(self, threads: int) -> None:
         # One word a cache line would be tidier; the words are touched once per 50 µs.
-        self.job = np.zeros(JOB_WORDS, dtype=np.int64)
+        self.job = np.zeros(JOB_WORDS + threads, dtype=np.int64)
+        self.job[_PLACES:] = -1
         self.job[SIZE] = threads
         self.base = int(self.job.ctypes.data)
         self._helpers = [
-            threading.Thread(target=_help, args=(self.job, self.base, _HELPER_SPINS), daemon=True)
-            for _ in range(1, threads)
+            threading.Thread(target=_help, args=(self.job, self.base, index, _HELPER_SPINS), daemon=True)
+            for index in range(1, threads)
         ]
         for helper in self._helpers:
             helper.start()
