@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from gpu_worker.engines import amx
 from gpu_worker.engines.cpu import CpuEngine
+from gpu_worker.engines.memory import aligned_bytes
 
 Halves = NDArray[np.float16]
 
@@ -93,6 +94,23 @@ def test_parts_that_weights_need() -> None:
         assert amx.planes_needed(np.append(values, np.float16(extra)).view(np.uint16)) == 2
     for extra in (np.inf, -np.inf, np.nan):
         assert amx.planes_needed(np.append(values, np.float16(extra)).view(np.uint16)) == 0
+
+
+@pytest.mark.parametrize("rows", [1, 5, 9, 16, 17, 32, 33])
+@pytest.mark.parametrize("offset", [0, 16])
+def test_results_on_lines_and_off_them(engine: CpuEngine, rows: int, offset: int) -> None:
+    """Those on lines, as in a slab, are written past the caches; nothing beyond either is touched."""
+    rng = np.random.default_rng(rows)
+    weight, operand = normal(rng, 192, 96), normal(rng, rows, 96)
+    words = aligned_bytes(4 * (rows + 2) * 192).view(np.float32)
+    words.fill(np.nan)
+    out = words[192 + offset // 4 :][: rows * 192].reshape(rows, 192)
+    assert out.ctypes.data % 64 == offset
+    engine.matmul(engine.load(weight), operand, out)
+    np.testing.assert_array_equal(out, product(engine, weight, operand))
+    before, after = words[: 192 + offset // 4], words[192 + offset // 4 + rows * 192 :]
+    assert np.isnan(before).all()
+    assert np.isnan(after).all()
 
 
 def test_the_engine_says_what_it_uses(caplog: pytest.LogCaptureFixture) -> None:

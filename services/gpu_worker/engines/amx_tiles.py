@@ -7,6 +7,8 @@ Compiling anything in here but :func:`split_halves` and :func:`float_bits` needs
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -60,57 +62,101 @@ def _words(value: int) -> Any:
     return ir.Constant(_WORDS, [value] * LANES)
 
 
-def _emit_widen(builder: Any, planes: int, weight: Any, ahead: Any, target: Any, offset: int) -> None:
-    """One panel's 32 input indices at ``weight`` into bf16 tiles at ``target + offset``."""
-    for pair in range(STEP // 2):
-        address = builder.add(weight, _I64(pair * 4 * LANES))
-        prefetched = builder.inttoptr(builder.add(address, ahead), _PTR)
-        _call(builder, "llvm.prefetch.p0", [prefetched, _I32(0), _I32(3), _I32(1)])
-        whole, high = [], []
-        for odd in range(2):
-            halves = builder.load(_pointer(builder, address, odd * 2 * LANES), typ=_HALVES)
-            halves.align = 2
-            whole.append(builder.fpext(halves, _FLOATS))
-            bits = builder.bitcast(whole[-1], _WORDS)
-            high.append(builder.and_(bits, _words(0xFFFF0000)))
-        parts = [high]
-        if planes == 2:
-            rests = [builder.fsub(whole[odd], builder.bitcast(high[odd], _FLOATS)) for odd in range(2)]
-            parts.append([builder.bitcast(rest, _WORDS) for rest in rests])
-        for plane, (even, odd) in enumerate(parts):
-            joined = builder.or_(builder.lshr(even, _words(16)), odd)
-            place = _pointer(builder, target, offset + plane * TILE_BYTES + pair * 64)
-            builder.store(joined, place).align = 64
+# A few instructions to emit, and whether they are a tile product.
+_Piece = tuple[bool, Callable[[], None]]
 
 
-def _emit_products(builder: Any, planes: int, panels: range, tiles: Any, operand: Any, part: Any) -> None:
+def _emit_widened(
+    builder: Any, planes: int, weight: Any, ahead: Any, target: Any, panel: int, pair: int
+) -> None:
+    """Two of the 32 input indices of the panel at ``weight`` into rows ``pair`` of its bf16 tiles."""
+    address = builder.add(weight, _I64(pair * 4 * LANES))
+    prefetched = builder.inttoptr(builder.add(address, ahead), _PTR)
+    _call(builder, "llvm.prefetch.p0", [prefetched, _I32(0), _I32(3), _I32(1)])
+    whole, high = [], []
+    for odd in range(2):
+        halves = builder.load(_pointer(builder, address, odd * 2 * LANES), typ=_HALVES)
+        halves.align = 2
+        whole.append(builder.fpext(halves, _FLOATS))
+        bits = builder.bitcast(whole[-1], _WORDS)
+        high.append(builder.and_(bits, _words(0xFFFF0000)))
+    parts = [high]
+    if planes == 2:
+        rests = [builder.fsub(whole[odd], builder.bitcast(high[odd], _FLOATS)) for odd in range(2)]
+        parts.append([builder.bitcast(rest, _WORDS) for rest in rests])
+    for plane, (even, odd) in enumerate(parts):
+        joined = builder.or_(builder.lshr(even, _words(16)), odd)
+        place = _pointer(builder, target, (panel * 2 + plane) * TILE_BYTES + pair * 64)
+        builder.store(joined, place).align = 64
+
+
+def _widening(
+    builder: Any, planes: int, panels: range, weight: Any, panel_stride: Any, ahead: Any, target: Any
+) -> list[_Piece]:
+    """One step's weights of ``panels`` into tiles at ``target``."""
+    pieces: list[_Piece] = []
+    for panel in panels:
+        source = builder.add(weight, builder.mul(panel_stride, _I64(panel)))
+        for pair in range(STEP // 2):
+            piece = partial(_emit_widened, builder, planes, source, ahead, target, panel, pair)
+            pieces.append((False, piece))
+    return pieces
+
+
+def _products(builder: Any, planes: int, panels: range, tiles: Any, operand: Any, part: Any) -> list[_Piece]:
     """Add one step's products of ``panels`` with 16 rows to their accumulators."""
+    pieces: list[_Piece] = []
     if panels.start == 0:
         for row_part in range(2):
-            _load_tile(builder, _A[row_part], builder.add(operand, builder.mul(part, _I64(row_part))), 0)
+            place = builder.add(operand, builder.mul(part, _I64(row_part)))
+            pieces.append((False, partial(_load_tile, builder, _A[row_part], place, 0)))
     for plane in range(planes):
         for panel in panels:
-            _load_tile(builder, _W[panel & 1], tiles, (panel * 2 + plane) * TILE_BYTES)
+            offset = (panel * 2 + plane) * TILE_BYTES
+            pieces.append((False, partial(_load_tile, builder, _W[panel & 1], tiles, offset)))
         for source in _A:
-            for panel in panels:
-                _dot(builder, panel, source, _W[panel & 1])
+            pieces += [(True, partial(_dot, builder, panel, source, _W[panel & 1])) for panel in panels]
+    return pieces
 
 
-def _emit_tall_products(
+def _tall_products(
     builder: Any, planes: int, tiles: Any, operand: Any, part: Any, tile_row: Any
-) -> None:
+) -> list[_Piece]:
     """Add one step's products of two panels with 32 rows to the accumulators ``panel + 2 * half``."""
+    pieces: list[_Piece] = []
     for plane in range(planes):
         for panel in range(2):
-            _load_tile(builder, _W[panel], tiles, (panel * 2 + plane) * TILE_BYTES)
+            offset = (panel * 2 + plane) * TILE_BYTES
+            pieces.append((False, partial(_load_tile, builder, _W[panel], tiles, offset)))
         for row_part in (0, 1) if plane == 0 else (1, 0):
             # The second plane begins with the part that the first one ended with.
             for half in range(2) if plane == 0 or row_part == 0 else ():
-                offset = builder.add(builder.mul(part, _I64(row_part)), builder.mul(tile_row, _I64(half)))
-                _load_tile(builder, _A[half], builder.add(operand, offset), 0)
+                behind = builder.add(builder.mul(part, _I64(row_part)), builder.mul(tile_row, _I64(half)))
+                place = builder.add(operand, behind)
+                pieces.append((False, partial(_load_tile, builder, _A[half], place, 0)))
             for half in range(2):
                 for panel in range(2):
-                    _dot(builder, panel + 2 * half, _A[half], _W[panel])
+                    dot = partial(_dot, builder, panel + 2 * half, _A[half], _W[panel])
+                    pieces.append((True, dot))
+    return pieces
+
+
+def _emit_together(widening: list[_Piece], products: list[_Piece]) -> None:
+    """Emit both, the widening spread over the gaps between products.
+
+    The processor looks a few hundred instructions ahead: products in a row leave its vector units idle,
+    and widening in a row its tile unit.
+    """
+    dots = sum(dot for dot, _ in products)
+    emitted = seen = 0
+    for dot, emit in products:
+        emit()
+        seen += dot
+        while dot and emitted < len(widening) * seen // dots:
+            widening[emitted][1]()
+            emitted += 1
+    for _, emit in widening[emitted:]:
+        emit()
 
 
 def step_kernel(tall: bool, planes: int, widen: bool, multiply: bool) -> Any:
@@ -129,15 +175,16 @@ def step_kernel(tall: bool, planes: int, widen: bool, multiply: bool) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             weight, panel_stride, ahead, target, tiles, operand, part, tile_row = arguments
             for first in (0,) if tall else (0, 2):
-                pair = range(first, first + 2)
+                panels = range(first, first + 2)
+                widening: list[_Piece] = []
+                products: list[_Piece] = []
                 if widen:
-                    for panel in pair:
-                        source = builder.add(weight, builder.mul(panel_stride, _I64(panel)))
-                        _emit_widen(builder, planes, source, ahead, target, panel * 2 * TILE_BYTES)
+                    widening = _widening(builder, planes, panels, weight, panel_stride, ahead, target)
                 if multiply and tall:
-                    _emit_tall_products(builder, planes, tiles, operand, part, tile_row)
+                    products = _tall_products(builder, planes, tiles, operand, part, tile_row)
                 elif multiply:
-                    _emit_products(builder, planes, pair, tiles, operand, part)
+                    products = _products(builder, planes, panels, tiles, operand, part)
+                _emit_together(widening, products)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 8), codegen
@@ -162,6 +209,34 @@ def accumulators(operation: str, panels: range, first: int) -> Any:
 
 
 @intrinsic
+def copy_past(typing_context: Any, source: Any, target: Any) -> Any:
+    """Copy a row of :data:`PANELS` panels, 64-byte aligned, past the caches; :func:`settle` it."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        past = builder.module.add_metadata([_I32(1)])
+        for offset in range(0, PANELS * LANES * 4, 64):
+            value = builder.load(_pointer(builder, arguments[0], offset), typ=_FLOATS)
+            value.align = 64
+            written = builder.store(value, _pointer(builder, arguments[1], offset))
+            written.align = 64
+            written.set_metadata("nontemporal", past)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def settle(typing_context: Any) -> Any:
+    """What was written past the caches is seen by others before what is written next."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
 def zero_accumulators(typing_context: Any) -> Any:
     """Zero the accumulators."""
 
@@ -182,10 +257,10 @@ def _stack(builder: Any, size: int) -> Any:
 
 @intrinsic
 def tile_scratch(typing_context: Any) -> Any:
-    """The address of this thread's tiles, on its stack, with room for a row of two panels behind."""
+    """The address of this thread's tiles, on its stack, with room for the result of a pass behind."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.ptrtoint(_stack(builder, SCRATCH_BYTES + 2 * LANES * 4), _I64)
+        return builder.ptrtoint(_stack(builder, SCRATCH_BYTES + PANELS * TILE_BYTES), _I64)
 
     return types.int64(), codegen
 
