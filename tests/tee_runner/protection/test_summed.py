@@ -9,27 +9,30 @@ from hypothesis import strategies as st
 
 from tee_runner.errors import IntegrityError, WorkerProtocolError
 from tee_runner.protection.base import Linear
-from tee_runner.protection.gelo.hd3 import Hd3, Hd3Mask
+from tee_runner.protection.gelo.base import GeloProtection, Mask
 
-from .doubles import SINGLE_ROUNDING, ExactTransport, Float32, key_of, matrix_of
+from .doubles import GELO_SCHEMES, SINGLE_ROUNDING, ExactTransport, Float32, key_of, matrix_of
 
 ONE = np.float32(1.0)
 
 
-def mask_of(key: int) -> Hd3Mask:
-    return Hd3Mask(Hd3(ExactTransport(), key=key_of(key)), 1)
+def mask_of(kind: type[GeloProtection], key: int, n: int = 1) -> Mask:
+    return kind(ExactTransport(), key=key_of(key)).new_mask(n)
 
 
+@pytest.mark.parametrize("kind", GELO_SCHEMES)
 @settings(max_examples=40, deadline=None)
 @given(key=st.integers(1, 50), vectors=st.integers(1, 80), exponent=st.integers(-12, 12))
-def test_row_and_sums_are_what_they_should_be(key: int, vectors: int, exponent: int) -> None:
+def test_row_and_sums_are_what_they_should_be(
+    kind: type[GeloProtection], key: int, vectors: int, exponent: int
+) -> None:
     rng = np.random.default_rng(key)
     d = 16 * vectors
-    mask = mask_of(key)
-    result = (rng.standard_normal((16, d)) * 2.0**exponent).astype(np.float32)
+    mask = mask_of(kind, key)
+    result = (rng.standard_normal((mask.s, d)) * 2.0**exponent).astype(np.float32)
     v = rng.standard_normal((2, d)).astype(np.float32)
     scales = np.array([2.0], np.float32)
-    out, sums = np.full((1, d), np.nan, np.float32), np.full((16, 2), np.nan)
+    out, sums = np.full((1, d), np.nan, np.float32), np.full((mask.s, 2), np.nan)
     assert mask.sums_on_the_way(d)
     assert mask.unapply_summed(result, scales, np.float32(0.25), out, v, sums) is False
     exact = result.astype(np.float64)
@@ -45,25 +48,29 @@ def test_row_and_sums_are_what_they_should_be(key: int, vectors: int, exponent: 
     np.testing.assert_allclose(out, alone, rtol=0, atol=float(16 * SINGLE_ROUNDING * size.max()))
 
 
+@pytest.mark.parametrize("kind", GELO_SCHEMES)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("place", [(0, 0), (7, 513), (8, 511), (15, 527)])
-def test_what_is_not_finite_is_noted(value: float, place: tuple[int, int]) -> None:
-    mask = mask_of(3)
-    result = np.ones((16, 528), np.float32)
+@pytest.mark.parametrize("place", [(0, 0), (7, 513), (8, 511), (-1, 527)])
+def test_what_is_not_finite_is_noted(
+    kind: type[GeloProtection], value: float, place: tuple[int, int]
+) -> None:
+    mask = mask_of(kind, 3)
+    result = np.ones((mask.s, 528), np.float32)
     result[place] = value
-    out, sums = np.empty((1, 528), np.float32), np.empty((16, 2))
+    out, sums = np.empty((1, 528), np.float32), np.empty((mask.s, 2))
     assert mask.unapply_summed(result, np.ones(1, np.float32), ONE, out, np.ones((2, 528), np.float32), sums)
 
 
-def test_only_single_rows_of_whole_vectors_take_this_way() -> None:
-    two = Hd3Mask(Hd3(ExactTransport(), key=key_of(1)), 2)
-    assert not two.sums_on_the_way(64)
-    assert not mask_of(1).sums_on_the_way(60)
+@pytest.mark.parametrize("kind", GELO_SCHEMES)
+def test_only_single_rows_of_whole_vectors_take_this_way(kind: type[GeloProtection]) -> None:
+    assert mask_of(kind, 1).sums_on_the_way(64)
+    assert not mask_of(kind, 1, n=2).sums_on_the_way(64)
+    assert not mask_of(kind, 1).sums_on_the_way(60)
 
 
-def checked(weight: Float32) -> tuple[Hd3, Linear, ExactTransport]:
+def checked(kind: type[GeloProtection], weight: Float32) -> tuple[GeloProtection, Linear, ExactTransport]:
     transport = ExactTransport([weight.astype(np.float16)])
-    protection = Hd3(transport, key=key_of(4))
+    protection = kind(transport, key=key_of(4))
     half = weight.astype(np.float16)
     linear = Linear(weight_id=0, name="w", d_in=half.shape[1], d_out=half.shape[0], load=lambda: half)
     protection.provision([linear], probes=2)
@@ -74,10 +81,12 @@ def checked(weight: Float32) -> tuple[Hd3, Linear, ExactTransport]:
 WEIGHT = np.random.default_rng(1).standard_normal((64, 40)).astype(np.float32)
 
 
-@pytest.mark.parametrize("row", range(16))
-def test_a_lie_in_any_row_is_caught(row: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "row"), [(kind, row) for kind in GELO_SCHEMES for row in range(kind.block_rows(1))]
+)
+def test_a_lie_in_any_row_is_caught(kind: type[GeloProtection], row: int) -> None:
     """Of the operand, not of what comes out of the mask: the verdict tells nothing about the mask."""
-    protection, linear, transport = checked(WEIGHT)
+    protection, linear, transport = checked(kind, WEIGHT)
     rows, out = np.ones((1, 40), np.float32), np.empty((1, 64), np.float32)
     with protection.forward_session() as session:
         session.linear(linear, rows, [1], out)
@@ -92,8 +101,9 @@ def test_a_lie_in_any_row_is_caught(row: int) -> None:
     assert not any(p.v.any() for p in protection._integrity._projections.values())  # type: ignore[union-attr]
 
 
-def test_nothing_finite_is_asked_of_the_worker_for_an_operand_that_is_not() -> None:
-    protection, linear, _ = checked(WEIGHT)
+@pytest.mark.parametrize("kind", GELO_SCHEMES)
+def test_nothing_finite_is_asked_of_the_worker_for_an_operand_that_is_not(kind: type[GeloProtection]) -> None:
+    protection, linear, _ = checked(kind, WEIGHT)
     rows, out = np.full((1, 40), np.nan, np.float32), np.empty((1, 64), np.float32)
     with pytest.raises(Exception, match="not finite") as error, protection.forward_session() as session:
         session.linear(linear, rows, [1], out)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tee_runner.protection.base import Float32
+from tee_runner.protection.base import Float32, Float64
 from tee_runner.protection.gaussian import standard_normals
 from tee_runner.protection.gelo.base import (
     SERIAL_ELEMENTS,
@@ -23,6 +23,7 @@ from tee_runner.protection.gelo.dense_kernels import (
     dense_unapply,
     dense_unapply_parallel,
 )
+from tee_runner.protection.gelo.summed_row import row_unapply_summed
 from tee_runner.protection.gelo.tiles import tile_width
 
 
@@ -55,6 +56,12 @@ class DenseMask(Mask):
         else:
             kernel, scratch = dense_unapply_parallel, self._scratch.tiles(self._floats)
         return bool(kernel(result, self._inverse, scales, inverse, out, scratch))
+
+    def unapply_summed(
+        self, result: Float32, scales: Float32, inverse: Any, out: Float32, v: Float32, sums: Float64
+    ) -> bool:
+        """See :meth:`Mask.unapply_summed`."""
+        return bool(row_unapply_summed(result, self._inverse[0], scales, inverse, out, v, sums))
 
     def wipe(self) -> None:
         """See :meth:`Mask.wipe`."""

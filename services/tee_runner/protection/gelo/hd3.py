@@ -16,7 +16,8 @@ from tee_runner.protection.gelo.hd3_kernels import (
     hd3_unapply_parallel,
 )
 from tee_runner.protection.gelo.hd3_plan import tile_floats
-from tee_runner.protection.gelo.hd3_rows import row_unapply_summed, rows_unapply
+from tee_runner.protection.gelo.hd3_rows import rows_unapply
+from tee_runner.protection.gelo.summed_row import row_unapply_summed
 from tee_runner.protection.gelo.tiles import LANES, tile_width
 from tee_runner.protection.rng import SecretStream
 from tee_runner.vector import walsh_hadamard
@@ -100,16 +101,14 @@ class Hd3Mask(Mask):
             kernel, scratch = hd3_unapply_parallel, self._scratch.tiles(self._floats)
         return bool(kernel(result, self._signs, scales, factor, out, scratch))
 
-    def sums_on_the_way(self, d_out: int) -> bool:
-        """See :meth:`Mask.sums_on_the_way`: for a decode step's single row."""
-        return self.n == 1 and d_out % LANES == 0
-
     def unapply_summed(
         self, result: Float32, scales: Float32, inverse: Any, out: Float32, v: Float32, sums: Float64
     ) -> bool:
         """See :meth:`Mask.unapply_summed`."""
+        if self._inverse is None:
+            raise ValueError("a mask of many rows does not have its rows of the inverse")
         factor = np.float32(inverse * self._normal)
-        return bool(row_unapply_summed(result, self._inverse, scales, factor, out, v, sums))
+        return bool(row_unapply_summed(result, self._inverse[0], scales, factor, out, v, sums))
 
     def wipe(self) -> None:
         """See :meth:`Mask.wipe`."""

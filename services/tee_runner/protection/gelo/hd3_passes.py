@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tee_runner.simd import I64, LANES, VECTOR, Emitter, emitted
+from tee_runner.simd import I64, LANES, Emitter, emitted
 
 
 def _sources(
@@ -160,61 +160,3 @@ def _dot_rows(n: int) -> Any:
 
 
 dot1, dot2 = _dot_rows(1), _dot_rows(2)
-
-
-SUMMED_ROWS = 8
-
-
-def _dot_and_sums(last: bool) -> Any:
-    """Half of :data:`dot1`, and the sums of its 8 rows against two vectors, over many columns.
-
-    The first half leaves its part of the dot product in ``out``; the second adds its own, scales
-    and checks. Each float of the answer is loaded once and used for both. ``sums`` gets 16 vectors
-    of partial sums, the two of a row one after the other.
-    """
-
-    def emit(
-        e: Emitter, result: Any, stride: Any, weights: Any, out: Any, first: Any, second: Any, end: Any,
-        sums: Any, factor: Any, flags: Any,
-    ) -> None:  # fmt: skip
-        builder = e.builder
-        spread = [e.spread(e.offset(weights, i, 4)) for i in range(SUMMED_ROWS)]
-        scale = e.spread(factor)
-        entry = builder.block
-        loop = builder.function.append_basic_block("columns")
-        done = builder.function.append_basic_block("columns_done")
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        at = builder.phi(I64)
-        at.add_incoming(I64(0), entry)
-        totals = [builder.phi(VECTOR) for _ in range(2 * SUMMED_ROWS)]
-        state = builder.phi(VECTOR)
-        for total in (*totals, state):
-            total.add_incoming(e.constant(0.0), entry)
-        probes = [e.load(builder.add(v, at)) for v in (first, second)]
-        place = builder.add(out, at)
-        dot = e.load(place) if last else e.constant(0.0)
-        updated = []
-        for i in range(SUMMED_ROWS):
-            value = e.load(builder.add(e.offset(result, i, stride), at))
-            dot = e.fma(value, spread[i], dot)
-            updated += [e.fma(value, probe, totals[2 * i + p]) for p, probe in enumerate(probes)]
-        if last:
-            dot = builder.fmul(dot, scale)
-        e.store(dot, place)
-        # As in Emitter.check.
-        noted = e.fma(dot, e.constant(0.0), state)
-        following = builder.add(at, I64(4 * LANES))
-        at.add_incoming(following, loop)
-        for total, value in zip((*totals, state), (*updated, noted), strict=True):
-            total.add_incoming(value, loop)
-        builder.cbranch(builder.icmp_signed("<", following, end), loop, done)
-        builder.position_at_end(done)
-        for i, value in enumerate(updated):
-            e.store(value, builder.add(sums, I64(4 * LANES * i)))
-        e.store(builder.fadd(e.load(flags), noted), flags)
-
-    return emitted(10, emit)
-
-
-first_sums, last_sums = _dot_and_sums(False), _dot_and_sums(True)

@@ -10,9 +10,8 @@ from typing import Any
 import numba
 import numpy as np
 
-from tee_runner.protection.gelo.hd3_passes import SUMMED_ROWS, dot1, dot2, first_sums, last_sums
+from tee_runner.protection.gelo.hd3_passes import dot1, dot2
 from tee_runner.protection.gelo.tiles import LANES, LINE, finite, require_dense_rows, row_factors
-from tee_runner.protection.integrity_kernels import CHUNK
 
 
 @numba.njit(nogil=True, cache=True)
@@ -44,42 +43,4 @@ def rows_unapply(result: Any, inverse_rows: Any, scales: Any, inverse: Any, out:
         for i in range(n):
             out[i, c] *= factors[i]
             flags[0] += out[i, c] * np.float32(0.0)
-    return not finite(flags)
-
-
-@numba.njit(nogil=True, cache=True)
-def row_unapply_summed(
-    result: Any, inverse_row: Any, scales: Any, inverse: Any, out: Any, v: Any, sums: Any
-) -> bool:
-    """:func:`rows_unapply` for n = 1, and ``sums = result · vᵀ``, in one pass over the answer.
-
-    ``result`` (16, d), d a multiple of 16; ``v`` (2, d) f32; ``sums`` (16, 2) f64.
-    """
-    factors = np.empty(1, np.float32)
-    row_factors(scales, inverse, factors)
-    require_dense_rows(result)
-    require_dense_rows(out)
-    flags, parts = np.zeros(LANES, np.float32), np.empty((2 * SUMMED_ROWS, LANES), np.float32)
-    weights, stride, d = inverse_row.ctypes.data, result.strides[0], result.shape[1]
-    sums[:] = 0.0
-    for first in range(0, d, CHUNK):
-        columns = min(CHUNK, d - first)
-        v0, v1 = v.ctypes.data + first * 4, v.ctypes.data + v.strides[0] + first * 4
-        for half in range(2):
-            top = half * SUMMED_ROWS
-            at = result.ctypes.data + top * stride + first * 4
-            arguments = (
-                at, stride, weights + top * 4, out.ctypes.data + first * 4, v0, v1, columns * 4,
-                parts.ctypes.data, factors.ctypes.data, flags.ctypes.data,
-            )  # fmt: skip
-            if half == 0:
-                first_sums(arguments)
-            else:
-                last_sums(arguments)
-            for i in range(SUMMED_ROWS):
-                for p in range(2):
-                    total = np.float32(0.0)
-                    for x in parts[2 * i + p]:
-                        total += x
-                    sums[top + i, p] += np.float64(total)
     return not finite(flags)

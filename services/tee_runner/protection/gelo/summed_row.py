@@ -1,0 +1,117 @@
+"""A decode step's row back from the answer, and the sums of the integrity check, in one pass.
+
+Every family with one data row needs its row of Aᵀ only: the first column of A. So the worker's answer,
+which comes from another core's cache, is read once, and no private copy of it is written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from tee_runner.protection.gelo.tiles import LANES, finite, require_dense_rows, row_factors
+from tee_runner.protection.integrity_kernels import CHUNK
+from tee_runner.simd import I64, VECTOR, Emitter, emitted
+
+# The s of masks for one row: n + 8, and HD3's next power of two.
+SUMMED_ROWS = (9, 16)
+
+
+def _dot_and_sums(rows: int, *, first: bool, last: bool) -> Any:
+    """The dot product with ``rows`` rows, and the sums of each against two vectors, over many columns.
+
+    The first of several parts leaves its share of the dot product in ``out``; the others add their own,
+    the last scales and checks. Each float of the answer is loaded once and used for both. ``sums`` gets
+    ``2 · rows`` vectors of partial sums, the two of a row one after the other.
+    """
+
+    def emit(
+        e: Emitter, result: Any, stride: Any, weights: Any, out: Any, v0: Any, v1: Any, end: Any,
+        sums: Any, factor: Any, flags: Any,
+    ) -> None:  # fmt: skip
+        builder = e.builder
+        spread = [e.spread(e.offset(weights, i, 4)) for i in range(rows)]
+        scale = e.spread(factor)
+        entry = builder.block
+        loop = builder.function.append_basic_block("columns")
+        done = builder.function.append_basic_block("columns_done")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        at = builder.phi(I64)
+        at.add_incoming(I64(0), entry)
+        totals = [builder.phi(VECTOR) for _ in range(2 * rows)]
+        state = builder.phi(VECTOR)
+        for total in (*totals, state):
+            total.add_incoming(e.constant(0.0), entry)
+        probes = [e.load(builder.add(v, at)) for v in (v0, v1)]
+        place = builder.add(out, at)
+        dot = e.constant(0.0) if first else e.load(place)
+        updated = []
+        for i in range(rows):
+            value = e.load(builder.add(e.offset(result, i, stride), at))
+            dot = e.fma(value, spread[i], dot)
+            updated += [e.fma(value, probe, totals[2 * i + p]) for p, probe in enumerate(probes)]
+        if last:
+            dot = builder.fmul(dot, scale)
+        e.store(dot, place)
+        # As in Emitter.check.
+        noted = e.fma(dot, e.constant(0.0), state)
+        following = builder.add(at, I64(4 * LANES))
+        at.add_incoming(following, loop)
+        for total, value in zip((*totals, state), (*updated, noted), strict=True):
+            total.add_incoming(value, loop)
+        builder.cbranch(builder.icmp_signed("<", following, end), loop, done)
+        builder.position_at_end(done)
+        for i, value in enumerate(updated):
+            e.store(value, builder.add(sums, I64(4 * LANES * i)))
+        e.store(builder.fadd(e.load(flags), noted), flags)
+
+    return emitted(10, emit)
+
+
+_first_8, _last_8 = _dot_and_sums(8, first=True, last=False), _dot_and_sums(8, first=False, last=True)
+_all_9 = _dot_and_sums(9, first=True, last=True)
+
+
+@numba.njit(nogil=True, cache=True)
+def _add_totals(parts: Any, rows: int, top: int, sums: Any) -> None:
+    for i in range(rows):
+        for p in range(2):
+            total = np.float32(0.0)
+            for x in parts[2 * i + p]:
+                total += x
+            sums[top + i, p] += np.float64(total)
+
+
+@numba.njit(nogil=True, cache=True)
+def row_unapply_summed(
+    result: Any, inverse_row: Any, scales: Any, inverse: Any, out: Any, v: Any, sums: Any
+) -> bool:
+    """``out = inverse_row · result · inverse / scales`` and ``sums = result · vᵀ``; True if not finite.
+
+    ``result`` (s, d) f32, s of :data:`SUMMED_ROWS`, d a multiple of 16; ``inverse_row`` (s,) f32;
+    ``scales`` (1,) f32; ``out`` (1, d) f32; ``v`` (2, d) f32; ``sums`` (s, 2) f64.
+    """
+    factors = np.empty(1, np.float32)
+    row_factors(scales, inverse, factors)
+    require_dense_rows(result)
+    require_dense_rows(out)
+    flags, parts = np.zeros(LANES, np.float32), np.empty((18, LANES), np.float32)
+    weights, stride, d = inverse_row.ctypes.data, result.strides[0], result.shape[1]
+    sums[:] = 0.0
+    for first in range(0, d, CHUNK):
+        length = min(CHUNK, d - first) * 4
+        at, to = result.ctypes.data + first * 4, out.ctypes.data + first * 4
+        v0, v1 = v.ctypes.data + first * 4, v.ctypes.data + v.strides[0] + first * 4
+        rest = (to, v0, v1, length, parts.ctypes.data, factors.ctypes.data, flags.ctypes.data)
+        if result.shape[0] == 9:
+            _all_9((at, stride, weights, *rest))
+            _add_totals(parts, 9, 0, sums)
+        else:
+            _first_8((at, stride, weights, *rest))
+            _add_totals(parts, 8, 0, sums)
+            _last_8((at + 8 * stride, stride, weights + 32, *rest))
+            _add_totals(parts, 8, 8, sums)
+    return not finite(flags)
