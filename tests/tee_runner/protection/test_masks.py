@@ -10,10 +10,10 @@ from scipy import stats
 from scipy.linalg import hadamard
 
 from tee_runner.protection.gaussian import standard_normals
-from tee_runner.protection.gelo.base import SHIELD_ROWS, GeloProtection, Mask, operand_scale
+from tee_runner.protection.gelo.base import SHIELD_ROWS, GeloProtection, Mask
 from tee_runner.protection.gelo.haar import Haar, haar_matrix
 from tee_runner.protection.gelo.hd3 import Hd3, Hd3Mask
-from tee_runner.protection.gelo.kernels import row_scales
+from tee_runner.protection.gelo.kernels import operand_scale, row_scales
 from tee_runner.protection.gelo.tiles import shield_size, tile_width
 
 from .doubles import (

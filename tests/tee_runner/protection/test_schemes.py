@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tee_runner.errors import InvalidRequestError, WorkerError, WorkerProtocolError
 from tee_runner.protection.base import OPERAND_LIMIT, Protection
-from tee_runner.protection.gelo.base import SHIELD_ENERGY, GeloProtection, operand_scale
+from tee_runner.protection.gelo.base import GeloProtection
+from tee_runner.protection.gelo.kernels import SHIELD_ENERGY, operand_scale
 from tee_runner.protection.plain import Plain
 from tee_runner.protection.schemes import DEFAULT_SCHEME, SCHEMES, scheme
 

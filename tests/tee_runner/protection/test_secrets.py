@@ -7,7 +7,8 @@ import pytest
 
 from tee_runner.errors import WorkerProtocolError
 from tee_runner.protection.base import Linear, Scratch
-from tee_runner.protection.gelo.base import SHIELD_ENERGY, SHIELD_ROWS, GeloProtection, operand_scale
+from tee_runner.protection.gelo.base import SHIELD_ROWS, GeloProtection
+from tee_runner.protection.gelo.kernels import SHIELD_ENERGY, operand_scale
 from tee_runner.protection.plain import Plain
 from tee_runner.protection.schemes import SCHEMES
 

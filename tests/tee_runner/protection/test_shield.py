@@ -23,7 +23,7 @@ def repeats(parts: list[Float32]) -> int:
     return len(runs) - len(np.unique(np.ascontiguousarray(runs).view("V12")))
 
 
-STEPS = st.one_of(st.integers(1, 700), st.sampled_from(["refill", "refill", "wipe"]))
+STEPS = st.one_of(st.integers(1, 700), st.sampled_from(["refill", "top up", "wipe"]))
 
 
 @settings(max_examples=60, deadline=None)
@@ -41,6 +41,8 @@ def test_no_normal_is_given_out_twice(steps: list[int | str]) -> None:
             given_out.append(part.copy())
         elif step == "refill":
             stock.refill()
+        elif step == "top up":
+            stock.top_up()
         else:
             stock.wipe()
     assert repeats(given_out) == 0
@@ -50,7 +52,7 @@ def test_what_was_taken_together_is_intact_until_the_refill() -> None:
     stock = stock_of()
     stock.take(1000)
     stock.refill()
-    parts = [stock.take(count) for count in (300, 500, 400, 1, 100)]  # the third exceeds the rest
+    parts = [stock.take(count) for count in (900, 800, 400, 1, 100)]  # the third exceeds the rest
     copies = [part.copy() for part in parts]
     assert repeats(copies) == 0
     for part, copied in zip(parts, copies, strict=True):
@@ -61,16 +63,17 @@ def test_what_was_taken_together_is_intact_until_the_refill() -> None:
 
 
 def test_the_stock_grows_to_the_demand_and_no_further() -> None:
+    """And once what is taken at most beyond it, so that it is not low when the next refill is due."""
     stock = stock_of()
     assert stock.refill() is False
     stock.take(100)
     stock.take(150)
     assert stock.refill() is True
-    assert stock._stock.size == 250
+    assert stock._stock.size == 250 + 150
     assert stock.refill() is False  # all of it is unused
     stock.take(50)
     assert stock.refill() is True
-    assert stock._stock.size == 250
+    assert stock._stock.size == 250 + 150
     large = stock.take(_MAX_STOCK + 5)
     assert len(large) == _MAX_STOCK + 5
     stock.refill()
@@ -78,12 +81,52 @@ def test_the_stock_grows_to_the_demand_and_no_further() -> None:
     assert not large.any()
 
 
+@settings(max_examples=40, deadline=None)
+@given(demands=st.lists(st.integers(1, 5000), min_size=1, max_size=8))
+def test_between_refills_the_stock_is_not_low(demands: list[int]) -> None:
+    """From the second round of the same demands on, topping up is never called for."""
+    stock = stock_of()
+    for turn in range(3):
+        for place, count in enumerate(demands, 1):
+            stock.take(count)
+            if turn and place < len(demands):
+                assert not stock.low
+        stock.refill()
+    assert stock._stock.size == sum(demands) + max(demands)
+
+
+def test_topping_up_does_not_grow_the_stock_nor_forget_the_demand() -> None:
+    stock = stock_of()
+    stock.take(100)
+    stock.refill()
+    size = stock._stock.size
+    for _ in range(5):
+        stock.take(100)
+        assert stock.top_up() is True
+        assert stock.top_up() is False
+    assert stock._stock.size == size
+    stock.refill()
+    assert stock._stock.size == 500 + 100
+
+
+def test_a_prompt_does_not_leave_the_stock_low_for_decode_steps() -> None:
+    stock = stock_of()
+    stock.take(2 * _MAX_STOCK)
+    stock.wipe()
+    for _ in range(2):
+        assert stock.take(100).any()
+        stock.refill()
+        stock.wipe()
+    assert not stock.low
+
+
 def test_wipe_overwrites_what_was_used_and_keeps_the_rest() -> None:
     stock = stock_of()
     stock.take(1000)
     stock.refill()
-    used, extra = stock.take(600), stock.take(800)
-    kept = stock._stock[600:].copy()
+    stock.take(900)
+    used, extra = stock.take(700), stock.take(800)
+    kept = stock._stock[1600:].copy()
     before = stock._stream._cipher
     stock.wipe()
     assert not used.any()

@@ -11,7 +11,6 @@ weights that is enough to test candidates for the prompt. See docs/security.md.
 
 from __future__ import annotations
 
-import math
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -23,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tee_runner.protection.base import (
-    OPERAND_LIMIT,
     Float32,
     Float64,
     ForwardSession,
@@ -33,16 +31,14 @@ from tee_runner.protection.base import (
     Scratch,
     require_finite,
 )
-from tee_runner.protection.gelo.kernels import row_scales
+from tee_runner.protection.gelo.kernels import SHIELD_ENERGY, block_scales
 from tee_runner.protection.gelo.shield import ShieldStock
-from tee_runner.protection.gelo.tiles import shield_size
+from tee_runner.protection.gelo.summed_row import SUMMED_ROWS
+from tee_runner.protection.gelo.tiles import LANES, shield_size
 from tee_runner.protection.rng import SecretKey
 from tee_runner.worker.transport import Transport
 
 SHIELD_ROWS = 8
-SHIELD_ENERGY = 4.0
-# A shield element stays below this many standard deviations: Box–Muller on 32 bits ends at 6.7.
-_TAIL = 6.8
 
 _shield_size = lru_cache(maxsize=1 << 12)(shield_size)
 
@@ -80,8 +76,8 @@ class Mask:
         """``out = (Aᵀ · result)[:n] · inverse / scales``; True if a value is not finite."""
 
     def sums_on_the_way(self, d_out: int) -> bool:
-        """Whether :meth:`unapply_summed` is there for results this wide."""
-        return False
+        """Whether :meth:`unapply_summed` is there for results this wide: for a decode step's single row."""
+        return self.n == 1 and d_out % LANES == 0 and self.s in SUMMED_ROWS
 
     def unapply_summed(
         self, result: Float32, scales: Float32, inverse: Any, out: Float32, v: Float32, sums: Float64
@@ -136,15 +132,19 @@ class GeloProtection(Protection):
         return _GeloSession(self)
 
     def _refill(self) -> None:
-        if self.product_elements < _LONG_PRODUCT and not self.shield.low:
+        long = self.product_elements >= _LONG_PRODUCT
+        if not long and not self.shield.low:
             return
         begin = time.perf_counter_ns()
-        self.shield.refill()
+        if long:
+            self.shield.refill()
+        else:
+            self.shield.top_up()
         self.profile.add("shield", time.perf_counter_ns() - begin)
 
     def idle(self) -> bool:
         """See :meth:`Protection.idle`."""
-        return self.shield.refill()
+        return self.shield.top_up()
 
     def wipe(self) -> None:
         """Overwrite working memory and step the streams, so that no used secret can be remade."""
@@ -177,17 +177,19 @@ class _GeloSession(ForwardSession):
         operand = protection.operand(weight, total)
         scales = np.empty(len(rows), dtype=np.float32)
         inverses = []
+        whole = len(blocks) == 1
         for block in blocks:
-            mask, data = block.mask, rows[block.data]
-            own = scales[block.data]
-            sigma = SHIELD_ENERGY * row_scales(data, own) / math.sqrt(weight.d_in)
-            scale = operand_scale(mask.n, mask.s - mask.n, sigma)
+            mask = block.mask
+            data, own, target = rows, scales, operand
+            if not whole:
+                data, own, target = rows[block.data], scales[block.data], operand[block.span]
+            sigma, scale = block_scales(data, own, mask.s - mask.n)
             normals = protection.shield.take(_shield_size(mask.n, mask.s, weight.d_in))
-            mask.apply(data, own, normals, np.float32(sigma), np.float32(scale), operand[block.span])
+            mask.apply(data, own, normals, np.float32(sigma), np.float32(scale), target)
             inverses.append(np.float32(1.0 / scale))
         profile.add("mask apply", time.perf_counter_ns() - begin)
         only = blocks[0].mask
-        if len(blocks) == 1 and protection.checks_pairs and only.sums_on_the_way(weight.d_out):
+        if whole and protection.checks_pairs and only.sums_on_the_way(weight.d_out):
 
             def read(result: Float32, v: Float32, sums: Float64) -> bool:
                 return only.unapply_summed(result, scales, inverses[0], out, v, sums)
@@ -245,14 +247,3 @@ def mask_blocks(counts: Sequence[int], *, shared_decode: bool) -> list[tuple[int
             blocks.append((sequence, n))
         single = n == 1
     return blocks
-
-
-def operand_scale(n: int, k: int, sigma: float) -> float:
-    """A power of two that keeps every element of A·[H; S] within :data:`OPERAND_LIMIT`.
-
-    An element is at most the norm of its column of [H; S]. Data rows have norms below 2, so
-    the column's data part is below 2·√n, and its shield part below 6.8·σ·√k: a bound that
-    depends on shapes and the mean norm alone, not on which elements are large.
-    """
-    bound = math.sqrt(4.0 * n + k * (_TAIL * sigma) ** 2)
-    return 2.0 ** math.floor(math.log2(OPERAND_LIMIT / bound))

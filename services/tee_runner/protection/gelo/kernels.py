@@ -1,4 +1,4 @@
-"""Row scales, and the conversions of schemes that do not mix rows.
+"""Scales of rows, shields and operands, and the conversions of schemes that do not mix rows.
 
 Shapes: ``rows``, ``values`` and ``out`` (n, d) f32; ``scales`` (n,) f32 powers of two; ``operand``
 (n, d) float16 as uint16.
@@ -13,8 +13,12 @@ import numba
 import numpy as np
 
 from gelo.f16 import float_to_half
+from tee_runner.protection.base import OPERAND_LIMIT
 from tee_runner.vector import bits_from_float
 
+SHIELD_ENERGY = 4.0
+# A shield element stays below this many standard deviations: Box–Muller on 32 bits ends at 6.7.
+_TAIL = 6.8
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 _EXPONENT_MASK = np.uint32(0x7F800000)
@@ -47,6 +51,25 @@ def row_scales(rows: Any, scales: Any) -> Any:
         else:
             scales[i] = _ONE
     return total / rows.shape[0]
+
+
+@numba.njit(nogil=True, cache=True)
+def operand_scale(n: int, k: int, sigma: float) -> float:
+    """A power of two that keeps every element of A·[H; S] within :data:`OPERAND_LIMIT`.
+
+    An element is at most the norm of its column of [H; S]. Data rows have norms below 2, so
+    the column's data part is below 2·√n, and its shield part below 6.8·σ·√k: a bound that
+    depends on shapes and the mean norm alone, not on which elements are large.
+    """
+    bound = math.sqrt(4.0 * n + k * (_TAIL * sigma) ** 2)
+    return math.ldexp(1.0, math.floor(math.log2(OPERAND_LIMIT / bound)))
+
+
+@numba.njit(nogil=True, cache=True)
+def block_scales(rows: Any, scales: Any, k: int) -> Any:
+    """:func:`row_scales`, and of a block with ``k`` shield rows: σ of these, and the operand's scale."""
+    sigma = SHIELD_ENERGY * row_scales(rows, scales) / math.sqrt(rows.shape[1])
+    return sigma, operand_scale(rows.shape[0], k, sigma)
 
 
 @numba.njit(nogil=True, cache=True, parallel=True)

@@ -13,8 +13,8 @@ from tee_runner.memory import on_lines
 from tee_runner.protection.gaussian import fill_normals
 from tee_runner.protection.rng import SecretStream
 
-# The stock grows to the largest demand seen, up to this: 4 MiB, more than any decode step
-# needs. Larger demands are made when they come.
+# The stock grows to what is asked for between two refills, up to this: 4 MiB, more than any decode
+# step needs. Larger demands are made when they come.
 _MAX_STOCK = 1 << 20
 
 
@@ -26,19 +26,22 @@ class ShieldStock:
         self._stock: NDArray[np.float32] = np.empty(0, dtype=np.float32)
         # Entries before this index are used up.
         self._used = 0
-        # Asked for since the last refill.
+        # Asked for since the last refill or the start of the pass; at once at most, in the pass before
+        # and this one, and in this one.
         self._demand = 0
         self._largest = 0
+        self._largest_now = 0
         self._extra: list[NDArray[np.float32]] = []
 
     @property
     def low(self) -> bool:
-        """Whether less is left than was ever taken at once, of what a stock can hold."""
+        """Whether less is left than is taken at once, of what a stock can hold."""
         return self._stock.size - self._used < min(self._largest, _MAX_STOCK)
 
     def take(self, count: int) -> NDArray[np.float32]:
         """``count`` fresh normals, float32. Valid until :meth:`refill` or :meth:`wipe`."""
         self._demand += count
+        self._largest_now = max(self._largest_now, count)
         self._largest = max(self._largest, count)
         if self._stock.size - self._used >= count:
             self._used += count
@@ -49,14 +52,18 @@ class ShieldStock:
         return extra
 
     def refill(self) -> bool:
-        """Replace what was used and grow to the last demand; False if there is nothing to do."""
-        self._drop_extra()
-        size = min(self._demand, _MAX_STOCK)
+        """Replace what was used, and grow to what was asked for since the last refill and some more."""
+        size = min(self._demand + self._largest, _MAX_STOCK)
         self._demand = 0
         if size > self._stock.size:
             self._stock.fill(0.0)
             self._stock = on_lines(size, np.float32)
             self._used = size
+        return self.top_up()
+
+    def top_up(self) -> bool:
+        """Replace what was used, between refills; False if there is nothing to do."""
+        self._drop_extra()
         if not self._used:
             return False
         fill_normals(self._stream, self._stock[: self._used])
@@ -69,7 +76,9 @@ class ShieldStock:
         self._extra.clear()
 
     def wipe(self) -> None:
-        """Overwrite used normals and step the stream, so that they cannot be made again."""
+        """At the end of a pass: overwrite used normals and step the stream, so that none can be remade."""
+        self._demand = 0
+        self._largest, self._largest_now = self._largest_now, 0
         self._stock[: self._used] = 0.0
         self._drop_extra()
         self._stream.ratchet()
