@@ -1,4 +1,4 @@
-"""Atomic words in shared memory and a bounded, yielding spin, as numba primitives.
+"""Atomic words in shared memory, and giving the core away, as numba primitives.
 
 Addresses are plain integers (``array.ctypes.data``): the words live in memory that another
 process or thread writes, which numba's arrays cannot express.
@@ -156,16 +156,3 @@ def load_word(address: int) -> int:
 def store_word(address: int, value: int) -> None:
     """Store int64 ``value`` at ``address``."""
     atomic_store(address, value)
-
-
-@_compiled
-def spin_while_equal(address: int, value: int, spins: int) -> bool:
-    """Wait, yielding the core, until the word at ``address`` differs from ``value``.
-
-    Returns False when it still has that value after ``spins`` yields. Runs without the GIL.
-    """
-    for _ in range(spins):
-        if atomic_load(address) != value:
-            return True
-        yield_cpu()
-    return bool(atomic_load(address) != value)

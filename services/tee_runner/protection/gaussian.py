@@ -15,7 +15,7 @@ from tee_runner.protection.rng import SecretStream
 from tee_runner.simd import LANES, gaussian_pairs
 from tee_runner.vector import gaussian_pair
 
-# Words drawn and converted at a time: 128 KiB, so that they are still in cache when converted.
+# Words drawn and converted at a time, in place: 128 KiB, so that they are still in cache when converted.
 _PIECE = 1 << 15
 # More normals than this are drawn in parts of so many, each from a stream of its own, on all cores.
 # Which normals come out does not depend on the number of cores.
@@ -24,6 +24,7 @@ PART = 1 << 17
 
 @numba.njit(nogil=True, cache=True, fastmath={"contract"})
 def _pairs(first: Any, second: Any, cosine: Any, sine: Any) -> None:
+    """Normals of pairs of words; ``cosine`` and ``sine`` may be ``first`` and ``second`` themselves."""
     whole = first.shape[0] // LANES * LANES
     gaussian_pairs(first.ctypes.data, second.ctypes.data, cosine.ctypes.data, sine.ctypes.data, whole)
     for i in range(whole, first.shape[0]):
@@ -48,18 +49,18 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _fill(stream: SecretStream, out: NDArray[np.float32]) -> None:
-    words = np.empty(min(_PIECE, out.size + out.size % 2), dtype=np.uint32)
+    # Words are drawn to where their normals go: nothing else holds them, and nothing is left to wipe.
+    words = out.view(np.uint32)
     for start in range(0, out.size, _PIECE):
-        part = out[start : start + _PIECE]
+        part, drawn = out[start : start + _PIECE], words[start : start + _PIECE]
         half = part.size // 2
-        drawn = words[: part.size + part.size % 2]
-        stream.fill(drawn)
+        stream.fill(drawn[: 2 * half])
         _pairs(drawn[:half], drawn[half : 2 * half], part[:half], part[half : 2 * half])
         if part.size % 2:
-            spare = np.empty(1, dtype=np.float32)
-            _pairs(drawn[-2:-1], drawn[-1:], part[-1:], spare)
+            last, spare = stream.words(2), np.empty(1, dtype=np.float32)
+            _pairs(last[:1], last[1:], part[-1:], spare)
+            last.fill(0)
             spare.fill(0.0)
-    words.fill(0)
 
 
 def standard_normals(stream: SecretStream, count: int) -> NDArray[np.float32]:
