@@ -220,28 +220,33 @@ class Protection(ABC):
         Raises:
             WorkerError: the worker failed, or the result is wrong.
         """
-        result = self._exchange(weight, rows)
-        if self._integrity is None:
-            return result
+        integrity = self._integrity
+        if integrity is None:
+            return self.profiled(self.transport.exchange, weight, rows)
+        private = integrity.begin(weight.weight_id, rows)
+        np.copyto(self.transport.operand(rows, weight.d_in), private)
+        result = self.profiled(self.transport.exchange, weight, rows)
         begin = time.perf_counter_ns()
-        verified = self._integrity.verified(weight.name, result)
+        verified = integrity.verified(weight.name, result)
         self.profile.add("check", time.perf_counter_ns() - begin)
         return verified
 
-    def exchange_with(
-        self, weight: Linear, rows: int, read: Callable[[Float32, Float32, Float64], bool]
-    ) -> bool:
+    def exchange_sent(
+        self, weight: Linear, rows: int, read: Callable[[Float32, float, Float32, Float32, Float64], bool],
+        factor: float, out: Float32,
+    ) -> bool:  # fmt: skip
         """:meth:`exchange` for a scheme that checks while it undoes its protection.
 
-        ``read(result, v, sums)`` is called once; see :meth:`Integrity.verified_with`. Only with
-        :attr:`checks_pairs`.
+        Only with :attr:`checks_pairs`. The operand is in :meth:`operand`, and a copy in the transport's.
+        ``read(result, factor, out, v, sums)`` is called once; see :meth:`Integrity.verified_with`.
         """
-        result = self._exchange(weight, rows)
         integrity = self._integrity
         if integrity is None:
             raise ValueError("this session has no checks")
+        integrity.begin(weight.weight_id, rows)
+        result = self.profiled(self.transport.exchange, weight, rows)
         begin = time.perf_counter_ns()
-        value = integrity.verified_with(weight.name, lambda v, sums: read(result, v, sums))
+        value = integrity.verified_with(weight.name, read, result, factor, out)
         self.profile.add("check", time.perf_counter_ns() - begin)
         return value
 
@@ -249,13 +254,6 @@ class Protection(ABC):
     def checks_pairs(self) -> bool:
         """Whether results are checked with two probes, the default."""
         return self._integrity is not None and self._integrity.probes == 2
-
-    def _exchange(self, weight: Linear, rows: int) -> Float32:
-        transport, integrity = self.transport, self._integrity
-        if integrity is not None:
-            private = integrity.begin(weight.weight_id, rows)
-            np.copyto(transport.operand(rows, weight.d_in), private)
-        return self.profiled(transport.exchange, weight, rows)
 
     def profiled(self, exchange: Callable[[int, int, int, int], Result], weight: Linear, rows: int) -> Result:
         """One exchange of the transport's, its wait split into what the worker computed and the wire.

@@ -225,14 +225,17 @@ class Integrity:
         self._judge(name, own, wrong)
         return own.result
 
-    def verified_with(self, name: str, sum_up: Callable[[Float32, Float64], bool]) -> bool:
+    def verified_with(
+        self, name: str, read: Callable[[Float32, float, Float32, Float32, Float64], bool],
+        result: Float32, factor: float, out: Float32,
+    ) -> bool:  # fmt: skip
         """:meth:`verified` for a caller that reads the result itself, each float once.
 
-        ``sum_up(v, sums)`` is given v ``(k, d_out)`` and writes the rows' sums ``(rows, k)``; what it
-        returns is returned, and what it has made of the result may be used, if the check passes.
+        ``read(result, factor, out, v, sums)`` is given v ``(k, d_out)`` and writes the rows' sums
+        ``(rows, k)``; what it returns is returned, and ``out`` may be used, if the check passes.
         """
         own, projection = self._awaited()
-        value = sum_up(projection.v, own.sums)
+        value = read(result, factor, out, projection.v, own.sums)
         self._judge(name, own, wrong_rows(own.sums, own.expected, own.tolerance, 0, len(own.sums)))
         return value
 

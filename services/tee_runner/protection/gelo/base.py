@@ -31,9 +31,9 @@ from tee_runner.protection.base import (
     Scratch,
     require_finite,
 )
+from tee_runner.protection.gelo.decode_row import SUMMED_ROWS
 from tee_runner.protection.gelo.kernels import SHIELD_ENERGY, block_scales
 from tee_runner.protection.gelo.shield import ShieldStock
-from tee_runner.protection.gelo.summed_row import SUMMED_ROWS
 from tee_runner.protection.gelo.tiles import LANES, shield_size
 from tee_runner.protection.rng import SecretKey
 from tee_runner.worker.transport import Transport
@@ -75,14 +75,24 @@ class Mask:
     def unapply(self, result: Float32, scales: Float32, inverse: Any, out: Float32) -> bool:
         """``out = (Aᵀ · result)[:n] · inverse / scales``; True if a value is not finite."""
 
-    def sums_on_the_way(self, d_out: int) -> bool:
-        """Whether :meth:`unapply_summed` is there for results this wide: for a decode step's single row."""
+    def one_row(self, d_out: int) -> bool:
+        """Whether :meth:`send_row` and :meth:`row_back` are there: for a decode step's single row."""
         return self.n == 1 and d_out % LANES == 0 and self.s in SUMMED_ROWS
 
-    def unapply_summed(
-        self, result: Float32, scales: Float32, inverse: Any, out: Float32, v: Float32, sums: Float64
-    ) -> bool:
-        """:meth:`unapply`, and ``sums = result · vᵀ``, reading the result once."""
+    def send_row(
+        self, rows: Float32, normals: Float32, operand: NDArray[np.uint16], sent: NDArray[np.uint16]
+    ) -> float:
+        """``operand = sent = f16(scale · A · [rows · own scale; σ · Gaussian])``, scales chosen here.
+
+        Returns the factor that undoes them in :meth:`row_back`.
+        """
+        raise NotImplementedError
+
+    def row_back(self, result: Float32, factor: float, out: Float32, v: Float32, sums: Float64) -> bool:
+        """``out = (Aᵀ · result)[:1] · factor`` and ``sums = result · vᵀ``; True if not finite.
+
+        Reads each float of the result once.
+        """
         raise NotImplementedError
 
     @abstractmethod
@@ -171,39 +181,44 @@ class _GeloSession(ForwardSession):
 
     def linear(self, weight: Linear, rows: Float32, counts: Sequence[int], out: Float32) -> None:
         protection = self._protection
-        profile = protection.profile
         begin = time.perf_counter_ns()
         blocks, total = self._layouts.get(tuple(counts)) or self._layout(counts)
+        mask = blocks[0].mask
+        if len(blocks) == 1 and protection.checks_pairs and mask.one_row(weight.d_out):
+            self._row(weight, mask, rows, out, begin)
+        else:
+            self._blocks(weight, blocks, total, rows, out, begin)
+        if protection.masks.per_offload:
+            self._wipe_masks()
+
+    def _row(self, weight: Linear, mask: Mask, rows: Float32, out: Float32, begin: int) -> None:
+        protection, s, d_in = self._protection, mask.s, weight.d_in
+        normals = protection.shield.take(_shield_size(1, s, d_in))
+        sent = protection.transport.operand(s, d_in).view(np.uint16)
+        factor = mask.send_row(rows, normals, protection.operand(weight, s), sent)
+        protection.profile.add("mask apply", time.perf_counter_ns() - begin)
+        require_finite(protection.exchange_sent(weight, s, mask.row_back, factor, out), weight)
+
+    def _blocks(
+        self, weight: Linear, blocks: list[_Block], total: int, rows: Float32, out: Float32, begin: int
+    ) -> None:
+        protection = self._protection
         operand = protection.operand(weight, total)
         scales = np.empty(len(rows), dtype=np.float32)
         inverses = []
-        whole = len(blocks) == 1
         for block in blocks:
-            mask = block.mask
-            data, own, target = rows, scales, operand
-            if not whole:
-                data, own, target = rows[block.data], scales[block.data], operand[block.span]
+            mask, data, own = block.mask, rows[block.data], scales[block.data]
             sigma, scale = block_scales(data, own, mask.s - mask.n)
             normals = protection.shield.take(_shield_size(mask.n, mask.s, weight.d_in))
-            mask.apply(data, own, normals, np.float32(sigma), np.float32(scale), target)
+            mask.apply(data, own, normals, np.float32(sigma), np.float32(scale), operand[block.span])
             inverses.append(np.float32(1.0 / scale))
-        profile.add("mask apply", time.perf_counter_ns() - begin)
-        only = blocks[0].mask
-        if whole and protection.checks_pairs and only.sums_on_the_way(weight.d_out):
-
-            def read(result: Float32, v: Float32, sums: Float64) -> bool:
-                return only.unapply_summed(result, scales, inverses[0], out, v, sums)
-
-            require_finite(protection.exchange_with(weight, total, read), weight)
-        else:
-            result = protection.exchange(weight, total)
-            begin = time.perf_counter_ns()
-            for block, inverse in zip(blocks, inverses, strict=True):
-                bad = block.mask.unapply(result[block.span], scales[block.data], inverse, out[block.data])
-                require_finite(bad, weight)
-            profile.add("unapply", time.perf_counter_ns() - begin)
-        if protection.masks.per_offload:
-            self._wipe_masks()
+        protection.profile.add("mask apply", time.perf_counter_ns() - begin)
+        result = protection.exchange(weight, total)
+        begin = time.perf_counter_ns()
+        for block, inverse in zip(blocks, inverses, strict=True):
+            bad = block.mask.unapply(result[block.span], scales[block.data], inverse, out[block.data])
+            require_finite(bad, weight)
+        protection.profile.add("unapply", time.perf_counter_ns() - begin)
 
     def _layout(self, counts: Sequence[int]) -> tuple[list[_Block], int]:
         blocks = []

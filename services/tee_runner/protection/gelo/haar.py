@@ -16,6 +16,7 @@ from tee_runner.protection.gelo.base import (
     Mask,
     padded_rows,
 )
+from tee_runner.protection.gelo.decode_row import row_back, send_dense
 from tee_runner.protection.gelo.dense_kernels import (
     dense_apply,
     dense_apply_parallel,
@@ -23,7 +24,6 @@ from tee_runner.protection.gelo.dense_kernels import (
     dense_unapply,
     dense_unapply_parallel,
 )
-from tee_runner.protection.gelo.summed_row import row_unapply_summed
 from tee_runner.protection.gelo.tiles import tile_width
 
 
@@ -57,11 +57,15 @@ class DenseMask(Mask):
             kernel, scratch = dense_unapply_parallel, self._scratch.tiles(self._floats)
         return bool(kernel(result, self._inverse, scales, inverse, out, scratch))
 
-    def unapply_summed(
-        self, result: Float32, scales: Float32, inverse: Any, out: Float32, v: Float32, sums: Float64
-    ) -> bool:
-        """See :meth:`Mask.unapply_summed`."""
-        return bool(row_unapply_summed(result, self._inverse[0], scales, inverse, out, v, sums))
+    def send_row(
+        self, rows: Float32, normals: Float32, operand: NDArray[np.uint16], sent: NDArray[np.uint16]
+    ) -> float:
+        """See :meth:`Mask.send_row`."""
+        return float(send_dense(rows, normals, self._mask, operand, sent, self._scratch.take(self._floats)))
+
+    def row_back(self, result: Float32, factor: float, out: Float32, v: Float32, sums: Float64) -> bool:
+        """See :meth:`Mask.row_back`."""
+        return bool(row_back(result, self._inverse[0], factor, out, v, sums))
 
     def wipe(self) -> None:
         """See :meth:`Mask.wipe`."""

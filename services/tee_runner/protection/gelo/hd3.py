@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from tee_runner.protection.base import Float32, Float64
 from tee_runner.protection.gelo.base import SERIAL_ELEMENTS, SHIELD_ROWS, GeloProtection, Mask
+from tee_runner.protection.gelo.decode_row import row_back, send_hd3
 from tee_runner.protection.gelo.hd3_kernels import (
     hd3_apply,
     hd3_apply_parallel,
@@ -17,7 +18,6 @@ from tee_runner.protection.gelo.hd3_kernels import (
 )
 from tee_runner.protection.gelo.hd3_plan import tile_floats
 from tee_runner.protection.gelo.hd3_rows import rows_unapply
-from tee_runner.protection.gelo.summed_row import row_unapply_summed
 from tee_runner.protection.gelo.tiles import LANES, tile_width
 from tee_runner.protection.rng import SecretStream
 from tee_runner.vector import walsh_hadamard
@@ -101,14 +101,17 @@ class Hd3Mask(Mask):
             kernel, scratch = hd3_unapply_parallel, self._scratch.tiles(self._floats)
         return bool(kernel(result, self._signs, scales, factor, out, scratch))
 
-    def unapply_summed(
-        self, result: Float32, scales: Float32, inverse: Any, out: Float32, v: Float32, sums: Float64
-    ) -> bool:
-        """See :meth:`Mask.unapply_summed`."""
+    def send_row(
+        self, rows: Float32, normals: Float32, operand: NDArray[np.uint16], sent: NDArray[np.uint16]
+    ) -> float:
+        """See :meth:`Mask.send_row`."""
+        return float(send_hd3(rows, normals, self._signs, operand, sent))
+
+    def row_back(self, result: Float32, factor: float, out: Float32, v: Float32, sums: Float64) -> bool:
+        """See :meth:`Mask.row_back`."""
         if self._inverse is None:
             raise ValueError("a mask of many rows does not have its rows of the inverse")
-        factor = np.float32(inverse * self._normal)
-        return bool(row_unapply_summed(result, self._inverse[0], scales, factor, out, v, sums))
+        return bool(row_back(result, self._inverse[0], factor, out, v, sums))
 
     def wipe(self) -> None:
         """See :meth:`Mask.wipe`."""

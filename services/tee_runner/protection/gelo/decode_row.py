@@ -1,7 +1,14 @@
-"""A decode step's row back from the answer, and the sums of the integrity check, in one pass.
+"""A decode step's single row: to the worker in one call, and back in one pass over the answer.
 
-Every family with one data row needs its row of Aᵀ only: the first column of A. So the worker's answer,
+Between two products the interpreter finds its own memory evicted by the weights that passed through the
+caches, so that each of its steps takes two to three times as long as usual. Here is one call for
+scales, mixing and the copy that is sent; and one for the row back and the sums of the integrity check.
+
+Every family with one data row needs one row of Aᵀ for that: the first column of A. So the worker's answer,
 which comes from another core's cache, is read once, and no private copy of it is written.
+
+Shapes as in :mod:`tee_runner.protection.gelo.tiles`, n = 1; ``operand`` and ``sent`` (s, d) float16 as
+uint16, d a multiple of 16 for the answer only.
 """
 
 from __future__ import annotations
@@ -11,7 +18,10 @@ from typing import Any
 import numba
 import numpy as np
 
-from tee_runner.protection.gelo.tiles import LANES, finite, require_dense_rows, row_factors
+from tee_runner.protection.gelo.dense_kernels import dense_apply
+from tee_runner.protection.gelo.hd3_kernels import hd3_apply
+from tee_runner.protection.gelo.kernels import block_scales
+from tee_runner.protection.gelo.tiles import LANES, finite, require_dense_rows
 from tee_runner.protection.integrity_kernels import CHUNK
 from tee_runner.simd import I64, VECTOR, Emitter, emitted
 
@@ -76,6 +86,40 @@ _all_9 = _dot_and_sums(9, first=True, last=True)
 
 
 @numba.njit(nogil=True, cache=True)
+def _send(operand: Any, sent: Any) -> None:
+    for i in range(operand.shape[0]):
+        for c in range(operand.shape[1]):
+            sent[i, c] = operand[i, c]
+
+
+@numba.njit(nogil=True, cache=True)
+def send_dense(rows: Any, normals: Any, mask: Any, operand: Any, sent: Any, scratch: Any) -> float:
+    """Write ``operand = sent = f16(scale · mask · [row · own scale; σ · normals])``.
+
+    ``mask`` and ``scratch`` as for :func:`dense_apply`. Returns what undoes both scales on the way back.
+    """
+    scales = np.empty(1, np.float32)
+    sigma, scale = block_scales(rows, scales, operand.shape[0] - 1)
+    dense_apply(rows, scales, normals, np.float32(sigma), mask, np.float32(scale), operand, scratch)
+    _send(operand, sent)
+    return 1.0 / (scale * scales[0])
+
+
+@numba.njit(nogil=True, cache=True)
+def send_hd3(rows: Any, normals: Any, signs: Any, operand: Any, sent: Any) -> float:
+    """:func:`send_dense` for HD3's ``signs`` (3, 16); what undoes the scales undoes half the norm of A, too.
+
+    The other half is that of the inverse's row, likewise not normalised.
+    """
+    scales, none = np.empty(1, np.float32), np.empty(0, np.float32)
+    sigma, scale = block_scales(rows, scales, operand.shape[0] - 1)
+    normal = float(operand.shape[0]) ** -1.5
+    hd3_apply(rows, scales, normals, np.float32(sigma), signs, np.float32(scale * normal), operand, none)
+    _send(operand, sent)
+    return normal / (scale * scales[0])
+
+
+@numba.njit(nogil=True, cache=True)
 def _add_totals(parts: Any, rows: int, top: int, sums: Any) -> None:
     for i in range(rows):
         for p in range(2):
@@ -86,16 +130,13 @@ def _add_totals(parts: Any, rows: int, top: int, sums: Any) -> None:
 
 
 @numba.njit(nogil=True, cache=True)
-def row_unapply_summed(
-    result: Any, inverse_row: Any, scales: Any, inverse: Any, out: Any, v: Any, sums: Any
-) -> bool:
-    """``out = inverse_row · result · inverse / scales`` and ``sums = result · vᵀ``; True if not finite.
+def row_back(result: Any, inverse_row: Any, factor: Any, out: Any, v: Any, sums: Any) -> bool:
+    """``out = inverse_row · result · factor`` and ``sums = result · vᵀ``; True if not finite.
 
     ``result`` (s, d) f32, s of :data:`SUMMED_ROWS`, d a multiple of 16; ``inverse_row`` (s,) f32;
-    ``scales`` (1,) f32; ``out`` (1, d) f32; ``v`` (2, d) f32; ``sums`` (s, 2) f64.
+    ``out`` (1, d) f32; ``v`` (2, d) f32; ``sums`` (s, 2) f64.
     """
-    factors = np.empty(1, np.float32)
-    row_factors(scales, inverse, factors)
+    factors = np.full(1, factor, np.float32)
     require_dense_rows(result)
     require_dense_rows(out)
     flags, parts = np.zeros(LANES, np.float32), np.empty((18, LANES), np.float32)
