@@ -8,7 +8,7 @@ Threads are not pinned: a pinned thread that yields to another program's on its 
 a whole time slice of it, at every offload. But threads that all spin look equally busy to the kernel,
 which then may leave two of a team on one processor while the runner spins alone on another: on 2 cores
 a helper missed two products of three. So each member says where it is, and a helper that finds
-itself on the processor of a member before it moves to another, once per job at most.
+itself on the processor of a member before it moves to another if it can, once per job.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ def lead(
 
 @numba.njit(nogil=True, cache=True)
 def keep_apart(base: int, index: int, taken: Any) -> bool:
-    """Leave the processor of a member before ``index``, the caller's; True if it moved.
+    """Leave the processor of a member before ``index``, the caller's, if there is another to go to.
 
-    ``taken`` ``(index,)`` int64 is scratch.
+    False if no such member is there. ``taken`` ``(index,)`` int64 is scratch.
     """
     own = current_processor()
     if atomic_load(base + 8 * (_PLACES + index)) != own:
@@ -106,18 +106,20 @@ def keep_apart(base: int, index: int, taken: Any) -> bool:
     for i in range(index):
         taken[i] = atomic_load(base + 8 * (_PLACES + i))
         shared = shared or taken[i] == own
-    return bool(shared and move_off(taken))
+    if shared:
+        move_off(taken)
+    return bool(shared)
 
 
 @numba.njit(nogil=True, cache=True)
 def _called(base: int, index: int, seen: int, spins: int, taken: Any) -> bool:
     """Wait, yielding, for another job than ``seen``; False if there is none after ``spins`` yields."""
-    moved = False
+    tried = False
     for _ in range(spins):
         if atomic_load(base + 8 * CALL) != seen:
             return True
         yield_cpu()
-        moved = moved or keep_apart(base, index, taken)
+        tried = tried or keep_apart(base, index, taken)
     return bool(atomic_load(base + 8 * CALL) != seen)
 
 
