@@ -227,10 +227,14 @@ def copy_past(typing_context: Any, source: Any, target: Any) -> Any:
 
 @intrinsic
 def settle(typing_context: Any) -> Any:
-    """What was written past the caches is seen by others before what is written next."""
+    """What was written past the caches is seen by others before what is written next: ``sfence``.
+
+    A sequentially consistent fence may be compiled to a locked instruction, which the language does not
+    promise to order such stores.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.fence("seq_cst")
+        _call(builder, "llvm.x86.sse.sfence", [])
         return context.get_dummy_value()
 
     return types.void(), codegen
