@@ -109,6 +109,18 @@ def test_topping_up_does_not_grow_the_stock_nor_forget_the_demand() -> None:
     assert stock._stock.size == 500 + 100
 
 
+def test_topping_up_alone_makes_a_stock() -> None:
+    """Of models without a long product: theirs are made while the worker computes, too."""
+    stock = stock_of()
+    for _ in range(3):
+        stock.take(100)
+        stock.take(60)
+        assert stock.low
+        assert stock.top_up() is True
+        assert not stock.low
+    assert stock._stock.size == 100
+
+
 def test_a_prompt_does_not_leave_the_stock_low_for_decode_steps() -> None:
     stock = stock_of()
     stock.take(2 * _MAX_STOCK)

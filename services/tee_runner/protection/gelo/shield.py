@@ -39,7 +39,7 @@ class ShieldStock:
         return self._stock.size - self._used < min(self._largest, _MAX_STOCK)
 
     def take(self, count: int) -> NDArray[np.float32]:
-        """``count`` fresh normals, float32. Valid until :meth:`refill` or :meth:`wipe`."""
+        """``count`` fresh normals, float32. Valid until a refill, a top-up or :meth:`wipe`."""
         self._demand += count
         self._largest_now = max(self._largest_now, count)
         self._largest = max(self._largest, count)
@@ -52,18 +52,21 @@ class ShieldStock:
         return extra
 
     def refill(self) -> bool:
-        """Replace what was used, and grow to what was asked for since the last refill and some more."""
-        size = min(self._demand + self._largest, _MAX_STOCK)
-        self._demand = 0
+        """:meth:`top_up`, and grow to what was asked for since the last refill and some more."""
+        demand, self._demand = self._demand, 0
+        return self._fill(demand + self._largest)
+
+    def top_up(self) -> bool:
+        """Replace what was used, and grow to what is taken at once; False if there is nothing to do."""
+        return self._fill(self._largest)
+
+    def _fill(self, wanted: int) -> bool:
+        self._drop_extra()
+        size = min(wanted, _MAX_STOCK)
         if size > self._stock.size:
             self._stock.fill(0.0)
             self._stock = on_lines(size, np.float32)
             self._used = size
-        return self.top_up()
-
-    def top_up(self) -> bool:
-        """Replace what was used, between refills; False if there is nothing to do."""
-        self._drop_extra()
         if not self._used:
             return False
         fill_normals(self._stream, self._stock[: self._used])
