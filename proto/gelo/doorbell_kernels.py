@@ -11,8 +11,11 @@ import numba
 
 from gelo.atomics import atomic_load, atomic_store, plain_load, plain_store, yield_cpu
 from gelo.header import HEADER_BYTES, MAX_DIMENSION, MAX_ROWS, PREAMBLE, OperandKind
+from gelo.processors import current_processor
 
 WORDS = HEADER_BYTES // 8
+# Words that a wait fills: the header, the bell's word, and the processor that it was rung on.
+HEARD_WORDS = WORDS + 2
 _LOW = 0xFFFFFFFF
 _KINDS = len(OperandKind)
 
@@ -22,7 +25,10 @@ def ring_header(
     header: int, word: int, ring: int, sleeps: int, sequence: int, weight_id: int, rows: int, d_in: int,
     d_out: int, compute_ns: int, kind: int,
 ) -> bool:  # fmt: skip
-    """Write a header of status OK, then ``ring`` to ``word``; True if the other side sleeps."""
+    """Write a header of status OK, then ``ring`` to ``word``; True if the other side sleeps.
+
+    Behind ``word``, in its cache line, goes the processor of the caller.
+    """
     plain_store(header, PREAMBLE)
     plain_store(header + 8, sequence)
     plain_store(header + 16, weight_id | rows << 32)
@@ -31,6 +37,7 @@ def ring_header(
     plain_store(header + 40, 0)
     plain_store(header + 48, compute_ns)
     plain_store(header + 56, kind)
+    plain_store(word + 8, current_processor())
     atomic_store(word, ring)
     return bool(atomic_load(sleeps) != 0)
 
@@ -39,7 +46,8 @@ def ring_header(
 def wait_header(word: int, seen: int, spins: int, header: int, words: Any) -> bool:
     """Wait until ``word`` differs from ``seen``, then copy the other side's header to ``words``.
 
-    ``words`` ``(9,)`` int64: the header and, last, what was in ``word``. False after ``spins`` yields.
+    ``words`` ``(HEARD_WORDS,)`` int64: behind the header what was in ``word`` and in the word after it.
+    False after ``spins`` yields.
     """
     for _ in range(spins):
         if atomic_load(word) != seen:
@@ -48,6 +56,7 @@ def wait_header(word: int, seen: int, spins: int, header: int, words: Any) -> bo
     words[WORDS] = atomic_load(word)
     if words[WORDS] == seen:
         return False
+    words[WORDS + 1] = plain_load(word + 8)
     for i in range(WORDS):
         words[i] = plain_load(header + 8 * i)
     return True

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gelo.atomics import load_word, store_word
-from gelo.doorbell_kernels import WORDS, ring_header, wait_header
+from gelo.doorbell_kernels import HEARD_WORDS, WORDS, ring_header, wait_header
 from gelo.header import HEADER_BYTES, OperandKind
 
 CONTROL_BYTES = 4096
@@ -222,7 +222,7 @@ class Doorbell:
             dtype=np.int64,
         )  # fmt: skip
         # The header received last as words, and the value of its word.
-        self.words: NDArray[np.int64] = np.zeros(WORDS + 1, dtype=np.int64)
+        self.words: NDArray[np.int64] = np.zeros(HEARD_WORDS, dtype=np.int64)
 
     @property
     def _seen(self) -> int:

@@ -12,7 +12,7 @@ import pytest
 
 from gpu_worker.engines import team as team_module
 from gpu_worker.engines.cpu import CpuEngine
-from gpu_worker.engines.processors import move_off
+from gelo.processors import move_off
 from gpu_worker.engines.team import keep_apart
 
 ALLOWED = sorted(os.sched_getaffinity(0))

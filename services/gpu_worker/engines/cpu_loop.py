@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gelo.atomics import atomic_load, monotonic_ns
-from gelo.doorbell_kernels import ring_header, wait_header, well_formed
+from gelo.doorbell_kernels import WORDS, ring_header, wait_header, well_formed
 from gelo.header import OperandKind
+from gelo.processors import current_processor, move_off
 from gelo.slab import Doorbell, Slab
 from gpu_worker.engines.amx import split_operand, tiles_shape
 from gpu_worker.engines.base import Left
@@ -88,6 +89,7 @@ def serve(
     (uint32), both of the operand area, and ``result`` (uint32) are the slab's areas: memory that
     the runner can change at any time.
     """
+    runner = np.empty(1, np.int64)
     while True:
         if atomic_load(wanted) != 0:
             return Left.WANTED
@@ -102,6 +104,9 @@ def serve(
         fits = weight[D_IN] == d_in and weight[D_OUT] == d_out and weight[KIND] == words[7]
         if not fits or rows * d_out > result.size:
             return Left.REQUEST
+        runner[0] = words[WORDS + 1]
+        if runner[0] == current_processor():
+            move_off(runner)
         started = monotonic_ns()
         if weight[KIND] == _HALF:
             if rows * d_in > halves.size or d_out != weight[PANELS] * LANES:

@@ -27,6 +27,7 @@ from gelo.atomics import (
     futex_wake,
     yield_cpu,
 )
+from gelo.processors import current_processor, move_off
 from gpu_worker.engines.microkernel import (
     CALL,
     CHUNK,
@@ -48,7 +49,6 @@ from gpu_worker.engines.microkernel import (
     WEIGHT,
     work,
 )
-from gpu_worker.engines.processors import current_processor, move_off
 
 # Yields before a helper sleeps: about a millisecond, longer than the gap between two offloads.
 _HELPER_SPINS = 3000
