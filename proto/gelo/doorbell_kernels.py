@@ -43,6 +43,18 @@ def ring_header(
 
 
 @numba.njit(nogil=True, cache=True)
+def ring_request(bell: Any, weight_id: int, rows: int, d_in: int, d_out: int, kind: int) -> bool:
+    """Ring with a request under the next number; ``bell`` is the :attr:`gelo.slab.Doorbell.state`.
+
+    True if the other side sleeps.
+    """
+    bell[6] += 1
+    return bool(
+        ring_header(bell[2], bell[3], bell[6], bell[4], bell[6], weight_id, rows, d_in, d_out, 0, kind)
+    )
+
+
+@numba.njit(nogil=True, cache=True)
 def wait_header(word: int, seen: int, spins: int, header: int, words: Any) -> bool:
     """Wait until ``word`` differs from ``seen``, then copy the other side's header to ``words``.
 

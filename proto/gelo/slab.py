@@ -229,6 +229,11 @@ class Doorbell:
         return int(self.state[_SEEN])
 
     @property
+    def spins(self) -> int:
+        """Yields before this side blocks."""
+        return self._spins
+
+    @property
     def rung(self) -> int:
         """The sequence number rung last."""
         return int(self.state[_RUNG])
@@ -291,12 +296,18 @@ class Doorbell:
         """:meth:`wait`; the header as eight int64 words, valid until the next call."""
         words, header = self.words, self._slab.word(self._their_header)
         if not wait_header(self._their_word, self._seen, self._spins, header, words):
-            self._sleep(None if timeout is None else time.monotonic() + timeout)
+            self.until_rung(timeout)
             wait_header(self._their_word, self._seen, 0, header, words)
         self.state[_SEEN] = words[WORDS]
         return words
 
-    def _sleep(self, deadline: float | None) -> None:
+    def until_rung(self, timeout: float | None) -> None:
+        """Block until the other side has rung since the last wait.
+
+        Raises:
+            As :meth:`wait`.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
         store_word(self._my_sleep, 1)
         try:
             while load_word(self._their_word) == self._seen:

@@ -221,3 +221,19 @@ def gaussian_pairs(first: int, second: int, cosine: int, sine: int, count: int) 
     """``count`` Box–Muller pairs, a multiple of 16; four addresses of 32-bit elements."""
     for i in range(0, count * 4, LANES * 4):
         _pairs16((first + i, second + i, cosine + i, sine + i))
+
+
+def _pointer_to(kind: Any) -> Any:
+    """An intrinsic: an address as a pointer to ``kind``, for :func:`numba.carray`."""
+
+    @intrinsic
+    def pointer(typing_context: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(kind)(types.int64), codegen
+
+    return pointer
+
+
+half_pointer, float_pointer = _pointer_to(types.uint16), _pointer_to(types.float32)

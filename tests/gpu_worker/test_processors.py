@@ -10,9 +10,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from gelo.processors import move_off
 from gpu_worker.engines import team as team_module
 from gpu_worker.engines.cpu import CpuEngine
-from gelo.processors import move_off
 from gpu_worker.engines.team import keep_apart
 
 ALLOWED = sorted(os.sched_getaffinity(0))

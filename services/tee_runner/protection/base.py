@@ -231,29 +231,11 @@ class Protection(ABC):
         self.profile.add("check", time.perf_counter_ns() - begin)
         return verified
 
-    def exchange_sent(
-        self, weight: Linear, rows: int, read: Callable[[Float32, float, Float32, Float32, Float64], bool],
-        factor: float, out: Float32,
-    ) -> bool:  # fmt: skip
-        """:meth:`exchange` for a scheme that checks while it undoes its protection.
-
-        Only with :attr:`checks_pairs`. The operand is in :meth:`operand`, and a copy in the transport's.
-        ``read(result, factor, out, v, sums)`` is called once; see :meth:`Integrity.verified_with`.
-        """
-        integrity = self._integrity
-        if integrity is None:
-            raise ValueError("this session has no checks")
-        integrity.begin(weight.weight_id, rows)
-        result = self.profiled(self.transport.exchange, weight, rows)
-        begin = time.perf_counter_ns()
-        value = integrity.verified_with(weight.name, read, result, factor, out)
-        self.profile.add("check", time.perf_counter_ns() - begin)
-        return value
-
     @property
-    def checks_pairs(self) -> bool:
-        """Whether results are checked with two probes, the default."""
-        return self._integrity is not None and self._integrity.probes == 2
+    def pairs(self) -> Integrity | None:
+        """The check of results, if it is one with two probes, the default."""
+        integrity = self._integrity
+        return integrity if integrity is not None and integrity.probes == 2 else None
 
     def profiled(self, exchange: Callable[[int, int, int, int], Result], weight: Linear, rows: int) -> Result:
         """One exchange of the transport's, its wait split into what the worker computed and the wire.

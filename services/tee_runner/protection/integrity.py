@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NoReturn
 
 import numba
 import numpy as np
@@ -38,7 +38,6 @@ from tee_runner.protection.integrity_kernels import (
     project,
     project_parallel,
     project_weight,
-    wrong_rows,
 )
 from tee_runner.protection.rng import SecretKey
 
@@ -219,37 +218,40 @@ class Integrity:
             IntegrityError: it is not the product. All projections are overwritten: a failed
                 check tells the worker something about them.
         """
-        own, projection = self._awaited()
-        kernel = check if len(own.result) < _PARALLEL_ROWS else check_parallel
-        wrong = kernel(result, own.result, projection.v, own.sums, own.expected, own.tolerance)
-        self._judge(name, own, wrong)
-        return own.result
-
-    def verified_with(
-        self, name: str, read: Callable[[Float32, float, Float32, Float32, Float64], bool],
-        result: Float32, factor: float, out: Float32,
-    ) -> bool:  # fmt: skip
-        """:meth:`verified` for a caller that reads the result itself, each float once.
-
-        ``read(result, factor, out, v, sums)`` is given v ``(k, d_out)`` and writes the rows' sums
-        ``(rows, k)``; what it returns is returned, and ``out`` may be used, if the check passes.
-        """
-        own, projection = self._awaited()
-        value = read(result, factor, out, projection.v, own.sums)
-        self._judge(name, own, wrong_rows(own.sums, own.expected, own.tolerance, 0, len(own.sums)))
-        return value
-
-    def _awaited(self) -> tuple[_Buffers, _Projection]:
         self.expect()
         if self._current is None:
             raise ValueError("no offload was begun")
         (projection, own), self._current = self._current, None
-        return own, projection
+        kernel = check if len(own.result) < _PARALLEL_ROWS else check_parallel
+        wrong = kernel(result, own.result, projection.v, own.sums, own.expected, own.tolerance)
+        if wrong:
+            self.refuse(name, finite=bool(np.isfinite(own.tolerance).all()))
+        return own.result
 
-    def _judge(self, name: str, own: _Buffers, wrong: int) -> None:
-        if not wrong:
-            return
-        if not np.isfinite(own.tolerance).all():
+    def projection(self, weight_id: int, rows: int) -> tuple[Float32, Float32, float]:
+        """For compiled code that checks by itself: v ``(k, d_out)``, z ``(k, d_in)``, and τ / ‖u‖ of a row.
+
+        They are secret, and zero once the session is over; then :attr:`over` is true.
+
+        Raises:
+            IntegrityError: it is over.
+        """
+        projection = self._projection_of(weight_id)
+        spread = deviations(rows, self.probes, projection.v.shape[1])
+        return projection.v, projection.z, projection.gain * spread
+
+    @property
+    def over(self) -> bool:
+        """Whether a check failed, or all was wiped."""
+        return not self._projections
+
+    def refuse(self, name: str, *, finite: bool) -> NoReturn:
+        """A result for ``name`` failed; ``finite`` says whether its operand was.
+
+        Raises:
+            As :meth:`verified`.
+        """
+        if not finite:
             raise GeloError(f"An operand for {name} is not finite in float16.")
         self.wipe()
         raise IntegrityError(
@@ -267,10 +269,14 @@ class Integrity:
         self._current = None
         self._sums.fill(0.0)
 
-    def _new_offload(self, weight_id: int, rows: int) -> tuple[_Projection, _Buffers]:
+    def _projection_of(self, weight_id: int) -> _Projection:
         projection = self._projections.get(weight_id)
         if projection is None:
             raise IntegrityError("A result cannot be checked: this worker session is over.")
+        return projection
+
+    def _new_offload(self, weight_id: int, rows: int) -> tuple[_Projection, _Buffers]:
+        projection = self._projection_of(weight_id)
         d_in, d_out = projection.z.shape[1], projection.v.shape[1]
         pairs = self._pairs
         if self._result.size < rows * d_out:

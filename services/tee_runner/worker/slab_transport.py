@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +39,6 @@ class SlabTransport(Transport):
     def __init__(self, *, path: str, session_id: bytes, sizes: SlabSizes, timeout: float) -> None:
         super().__init__()
         self._timeout = timeout
-        self._sequence = 0
         self._peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._peer.settimeout(_ATTACH_TIMEOUT_S)
@@ -57,6 +58,11 @@ class SlabTransport(Transport):
             raise WorkerUnavailableError("The worker's doorbell cannot be reached.") from error
         self._doorbell = Doorbell(self._slab, self._peer, runner=True, spins=_SPINS)
 
+    @property
+    def doorbell(self) -> Doorbell:
+        """See :attr:`Transport.doorbell`."""
+        return self._doorbell
+
     def operand(self, rows: int, d_in: int) -> NDArray[np.float16]:
         """See :meth:`Transport.operand`."""
         try:
@@ -71,12 +77,16 @@ class SlabTransport(Transport):
         except SlabError as error:
             raise CapacityError(f"An operand of {rows} rows does not fit the slab.") from error
 
-    def exchange(self, weight_id: int, rows: int, d_in: int, d_out: int) -> NDArray[np.float32]:
-        """See :meth:`Transport.exchange`."""
+    def result(self, rows: int, d_out: int) -> NDArray[np.float32]:
+        """See :meth:`Transport.result`."""
         try:
-            result = self._slab.result(rows, d_out)
+            return self._slab.result(rows, d_out)
         except SlabError as error:
             raise CapacityError(f"A result of {rows} rows does not fit the slab.") from error
+
+    def exchange(self, weight_id: int, rows: int, d_in: int, d_out: int) -> NDArray[np.float32]:
+        """See :meth:`Transport.exchange`."""
+        result = self.result(rows, d_out)
         self._exchange(_HALF, weight_id, rows, d_in, d_out)
         self.stats.bytes_sent += rows * d_in * 2
         return result
@@ -96,17 +106,12 @@ class SlabTransport(Transport):
         return self._doorbell.answered
 
     def _exchange(self, kind: int, weight_id: int, rows: int, d_in: int, d_out: int) -> None:
-        self._sequence += 1
-        request = (self._sequence, weight_id, rows, d_in, d_out)
+        request = (self._doorbell.rung + 1, weight_id, rows, d_in, d_out)
         started = time.perf_counter_ns()
-        try:
+        with self._answering():
             self._doorbell.ring_offload(*request, kind)
             self.meanwhile()
             words = self._doorbell.wait_words(self._timeout)
-        except DoorbellTimeoutError as error:
-            raise WorkerUnavailableError(f"The worker did not answer within {self._timeout:g} s.") from error
-        except DoorbellClosedError as error:
-            raise WorkerUnavailableError("The worker closed its doorbell.") from error
         worker_ns = answered(words, *request, kind)
         if worker_ns < 0:
             sent = OffloadHeader(*request, kind=OperandKind(kind))
@@ -116,6 +121,25 @@ class SlabTransport(Transport):
         stats.worker_ns += worker_ns
         stats.offloads += 1
         stats.bytes_received += rows * d_out * 4
+
+    def wake(self) -> None:
+        """See :meth:`Transport.wake`."""
+        with self._answering():
+            self._doorbell.wake()
+
+    def until_answered(self) -> None:
+        """See :meth:`Transport.until_answered`."""
+        with self._answering():
+            self._doorbell.until_rung(self._timeout)
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        try:
+            yield
+        except DoorbellTimeoutError as error:
+            raise WorkerUnavailableError(f"The worker did not answer within {self._timeout:g} s.") from error
+        except DoorbellClosedError as error:
+            raise WorkerUnavailableError("The worker closed its doorbell.") from error
 
     def close(self) -> None:
         """Closing the socket ends the session on the other side."""

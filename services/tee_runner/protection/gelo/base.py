@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from tee_runner.memory import on_lines
 from tee_runner.protection.base import (
     Float32,
     Float64,
@@ -31,14 +32,16 @@ from tee_runner.protection.base import (
     Scratch,
     require_finite,
 )
-from tee_runner.protection.gelo.decode_row import SUMMED_ROWS
 from tee_runner.protection.gelo.kernels import SHIELD_ENERGY, block_scales
+from tee_runner.protection.gelo.row_offload import SUMS, Heard, RowLink, Tally, hear
 from tee_runner.protection.gelo.shield import ShieldStock
 from tee_runner.protection.gelo.tiles import LANES, shield_size
 from tee_runner.protection.rng import SecretKey
 from tee_runner.worker.transport import Transport
 
 SHIELD_ROWS = 8
+
+Words = NDArray[np.int64]
 
 _shield_size = lru_cache(maxsize=1 << 12)(shield_size)
 
@@ -75,24 +78,19 @@ class Mask:
     def unapply(self, result: Float32, scales: Float32, inverse: Any, out: Float32) -> bool:
         """``out = (Aᵀ · result)[:n] · inverse / scales``; True if a value is not finite."""
 
-    def one_row(self, d_out: int) -> bool:
-        """Whether :meth:`send_row` and :meth:`row_back` are there: for a decode step's single row."""
-        return self.n == 1 and d_out % LANES == 0 and self.s in SUMMED_ROWS
+    def ask(
+        self, rows: Float32, normals: Float32, link: Words, bell: Words, begin: int, tally: Words
+    ) -> tuple[float, bool]:
+        """Send ``f16(scale · A · [row · own scale; σ · Gaussian])``, scales chosen here, for n = 1.
 
-    def send_row(
-        self, rows: Float32, normals: Float32, operand: NDArray[np.uint16], sent: NDArray[np.uint16]
-    ) -> float:
-        """``operand = sent = f16(scale · A · [rows · own scale; σ · Gaussian])``, scales chosen here.
-
-        Returns the factor that undoes them in :meth:`row_back`.
+        See :mod:`tee_runner.protection.gelo.row_offload`. Returns what undoes the scales, with
+        :attr:`inverse_row`, on the way back, and whether the worker sleeps.
         """
         raise NotImplementedError
 
-    def row_back(self, result: Float32, factor: float, out: Float32, v: Float32, sums: Float64) -> bool:
-        """``out = (Aᵀ · result)[:1] · factor`` and ``sums = result · vᵀ``; True if not finite.
-
-        Reads each float of the result once.
-        """
+    @property
+    def inverse_row(self) -> Float32:
+        """The first column of A ``(s,)``, maybe not normalised, for n = 1."""
         raise NotImplementedError
 
     @abstractmethod
@@ -116,7 +114,12 @@ class GeloProtection(Protection):
         self.mask_stream = key.stream("mask")
         self.shield = ShieldStock(key.stream("shield"))
         self.scratch = Scratch()
-        transport.meanwhile = self._refill
+        self.tally = Tally()
+        self.sums: Float64 = np.zeros(SUMS)
+        # Of single rows: by weight and s their links, and by shape where operands are written.
+        self._links: dict[tuple[int, int], RowLink] = {}
+        self._row_operands: dict[tuple[int, int], NDArray[np.uint16]] = {}
+        transport.meanwhile = self._meanwhile
 
     @classmethod
     def parameters(cls) -> dict[str, int | float | str]:
@@ -141,16 +144,38 @@ class GeloProtection(Protection):
         """See :meth:`Protection.forward_session`."""
         return _GeloSession(self)
 
-    def _refill(self) -> None:
-        long = self.product_elements >= _LONG_PRODUCT
+    def row_link(self, weight: Linear, mask: Mask) -> RowLink | None:
+        """For a decode step's single row whose result is checked with two probes, through a doorbell.
+
+        Raises:
+            IntegrityError: the session is over.
+        """
+        integrity = self.pairs
+        if mask.n != 1 or integrity is None or self.transport.doorbell is None or weight.d_out % LANES:
+            return None
+        key = weight.weight_id, mask.s
+        if integrity.over or key not in self._links:
+            shape = mask.s, weight.d_in
+            operand = self._row_operands.setdefault(shape, on_lines(shape, np.uint16))
+            self._links[key] = RowLink(self.transport, integrity, weight, operand)
+        return self._links[key]
+
+    def _meanwhile(self) -> None:
+        self.refill(self.product_elements)
+
+    def refill(self, elements: int) -> int:
+        """Make shields beside a product with a weight of so many; what it took, nanoseconds."""
+        long = elements >= _LONG_PRODUCT
         if not long and not self.shield.low:
-            return
+            return 0
         begin = time.perf_counter_ns()
         if long:
             self.shield.refill()
         else:
             self.shield.top_up()
-        self.profile.add("shield", time.perf_counter_ns() - begin)
+        took = time.perf_counter_ns() - begin
+        self.profile.add("shield", took)
+        return took
 
     def idle(self) -> bool:
         """See :meth:`Protection.idle`."""
@@ -159,6 +184,7 @@ class GeloProtection(Protection):
     def wipe(self) -> None:
         """Overwrite working memory and step the streams, so that no used secret can be remade."""
         self.scratch.wipe()
+        self.sums.fill(0.0)
         self.mask_stream.ratchet()
         self.shield.wipe()
 
@@ -184,20 +210,32 @@ class _GeloSession(ForwardSession):
         begin = time.perf_counter_ns()
         blocks, total = self._layouts.get(tuple(counts)) or self._layout(counts)
         mask = blocks[0].mask
-        if len(blocks) == 1 and protection.checks_pairs and mask.one_row(weight.d_out):
-            self._row(weight, mask, rows, out, begin)
+        link = protection.row_link(weight, mask) if len(blocks) == 1 else None
+        if link is not None:
+            self._row(weight, link, mask, rows, out, begin)
         else:
             self._blocks(weight, blocks, total, rows, out, begin)
         if protection.masks.per_offload:
             self._wipe_masks()
 
-    def _row(self, weight: Linear, mask: Mask, rows: Float32, out: Float32, begin: int) -> None:
-        protection, s, d_in = self._protection, mask.s, weight.d_in
-        normals = protection.shield.take(_shield_size(1, s, d_in))
-        sent = protection.transport.operand(s, d_in).view(np.uint16)
-        factor = mask.send_row(rows, normals, protection.operand(weight, s), sent)
-        protection.profile.add("mask apply", time.perf_counter_ns() - begin)
-        require_finite(protection.exchange_sent(weight, s, mask.row_back, factor, out), weight)
+    def _row(
+        self, weight: Linear, link: RowLink, mask: Mask, rows: Float32, out: Float32, begin: int
+    ) -> None:
+        protection, transport = self._protection, self._protection.transport
+        bell, tally = link.doorbell, protection.tally.words
+        normals = protection.shield.take(_shield_size(1, mask.s, weight.d_in))
+        factor, asleep = mask.ask(rows, normals, link.words, bell.state, begin, tally)
+        if asleep:
+            transport.wake()
+        busy = protection.refill(weight.d_in * weight.d_out)
+        answer = (mask.inverse_row, factor, out, protection.sums, tally)
+        while True:
+            heard = hear(link.words, link.gain, bell.state, bell.words, bell.spins, busy, *answer)
+            if heard != Heard.NOTHING:
+                break
+            transport.until_answered()
+        if heard != Heard.RIGHT:
+            link.refuse(heard)
 
     def _blocks(
         self, weight: Linear, blocks: list[_Block], total: int, rows: Float32, out: Float32, begin: int
@@ -235,7 +273,9 @@ class _GeloSession(ForwardSession):
 
     def wipe(self) -> None:
         self._wipe_masks()
-        self._protection.wipe()
+        protection = self._protection
+        protection.tally.move(protection.profile, protection.transport.stats)
+        protection.wipe()
 
     def _wipe_masks(self) -> None:
         for mask in self._masks.values():

@@ -1,8 +1,4 @@
-"""A decode step's single row: to the worker in one call, and back in one pass over the answer.
-
-Between two products the interpreter finds its own memory evicted by the weights that passed through the
-caches, so that each of its steps takes two to three times as long as usual. Here is one call for
-scales, mixing and the copy that is sent; and one for the row back and the sums of the integrity check.
+"""A decode step's single row: mixed and copied in one pass, and back in one pass over the answer.
 
 Every family with one data row needs one row of Aᵀ for that: the first column of A. So the worker's answer,
 which comes from another core's cache, is read once, and no private copy of it is written.

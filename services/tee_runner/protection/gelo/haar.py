@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tee_runner.protection.base import Float32, Float64
+from tee_runner.protection.base import Float32
 from tee_runner.protection.gaussian import standard_normals
 from tee_runner.protection.gelo.base import (
     SERIAL_ELEMENTS,
     SHIELD_ROWS,
     GeloProtection,
     Mask,
+    Words,
     padded_rows,
 )
-from tee_runner.protection.gelo.decode_row import row_back, send_dense
 from tee_runner.protection.gelo.dense_kernels import (
     dense_apply,
     dense_apply_parallel,
@@ -24,6 +24,7 @@ from tee_runner.protection.gelo.dense_kernels import (
     dense_unapply,
     dense_unapply_parallel,
 )
+from tee_runner.protection.gelo.row_offload import ask_dense
 from tee_runner.protection.gelo.tiles import tile_width
 
 
@@ -37,6 +38,7 @@ class DenseMask(Mask):
         self._floats = dense_floats(self.s, tile_width(self.s))
         self._mask = padded_rows(matrix)
         self._inverse = padded_rows(matrix.T[:n])
+        self._inverse_row: Float32 = self._inverse[0]
 
     def apply(
         self, rows: Float32, scales: Float32, normals: Float32, sigma: Any, scale: Any,
@@ -57,15 +59,18 @@ class DenseMask(Mask):
             kernel, scratch = dense_unapply_parallel, self._scratch.tiles(self._floats)
         return bool(kernel(result, self._inverse, scales, inverse, out, scratch))
 
-    def send_row(
-        self, rows: Float32, normals: Float32, operand: NDArray[np.uint16], sent: NDArray[np.uint16]
-    ) -> float:
-        """See :meth:`Mask.send_row`."""
-        return float(send_dense(rows, normals, self._mask, operand, sent, self._scratch.take(self._floats)))
+    def ask(
+        self, rows: Float32, normals: Float32, link: Words, bell: Words, begin: int, tally: Words
+    ) -> tuple[float, bool]:
+        """See :meth:`Mask.ask`."""
+        scratch = self._scratch.take(self._floats)
+        factor, asleep = ask_dense(rows, normals, self._mask, scratch, link, bell, begin, tally)
+        return factor, asleep
 
-    def row_back(self, result: Float32, factor: float, out: Float32, v: Float32, sums: Float64) -> bool:
-        """See :meth:`Mask.row_back`."""
-        return bool(row_back(result, self._inverse[0], factor, out, v, sums))
+    @property
+    def inverse_row(self) -> Float32:
+        """See :meth:`Mask.inverse_row`."""
+        return self._inverse_row
 
     def wipe(self) -> None:
         """See :meth:`Mask.wipe`."""

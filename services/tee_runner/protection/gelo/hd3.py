@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tee_runner.protection.base import Float32, Float64
-from tee_runner.protection.gelo.base import SERIAL_ELEMENTS, SHIELD_ROWS, GeloProtection, Mask
-from tee_runner.protection.gelo.decode_row import row_back, send_hd3
+from tee_runner.protection.base import Float32
+from tee_runner.protection.gelo.base import SERIAL_ELEMENTS, SHIELD_ROWS, GeloProtection, Mask, Words
 from tee_runner.protection.gelo.hd3_kernels import (
     hd3_apply,
     hd3_apply_parallel,
@@ -18,6 +17,7 @@ from tee_runner.protection.gelo.hd3_kernels import (
 )
 from tee_runner.protection.gelo.hd3_plan import tile_floats
 from tee_runner.protection.gelo.hd3_rows import rows_unapply
+from tee_runner.protection.gelo.row_offload import ask_hd3
 from tee_runner.protection.gelo.tiles import LANES, tile_width
 from tee_runner.protection.rng import SecretStream
 from tee_runner.vector import walsh_hadamard
@@ -56,6 +56,7 @@ class Hd3Mask(Mask):
         self._normal = float(self.s) ** -1.5
         self._floats = tile_floats(self.s, tile_width(self.s))
         self._inverse: Float32 | None = None
+        self._inverse_row: Float32 | None = None
         self._signs = draw_signs(protection.mask_stream, self.s)
         if self.s > _CHECKED_ROWS:
             return
@@ -67,6 +68,7 @@ class Hd3Mask(Mask):
             columns = self._data_columns()
         if n <= _FEW_ROWS:
             self._inverse = columns.T.copy()
+            self._inverse_row = self._inverse[0]
         columns.fill(0.0)
 
     def _data_columns(self) -> Float32:
@@ -101,17 +103,19 @@ class Hd3Mask(Mask):
             kernel, scratch = hd3_unapply_parallel, self._scratch.tiles(self._floats)
         return bool(kernel(result, self._signs, scales, factor, out, scratch))
 
-    def send_row(
-        self, rows: Float32, normals: Float32, operand: NDArray[np.uint16], sent: NDArray[np.uint16]
-    ) -> float:
-        """See :meth:`Mask.send_row`."""
-        return float(send_hd3(rows, normals, self._signs, operand, sent))
+    def ask(
+        self, rows: Float32, normals: Float32, link: Words, bell: Words, begin: int, tally: Words
+    ) -> tuple[float, bool]:
+        """See :meth:`Mask.ask`."""
+        factor, asleep = ask_hd3(rows, normals, self._signs, link, bell, begin, tally)
+        return factor, asleep
 
-    def row_back(self, result: Float32, factor: float, out: Float32, v: Float32, sums: Float64) -> bool:
-        """See :meth:`Mask.row_back`."""
-        if self._inverse is None:
+    @property
+    def inverse_row(self) -> Float32:
+        """See :meth:`Mask.inverse_row`."""
+        if self._inverse_row is None:
             raise ValueError("a mask of many rows does not have its rows of the inverse")
-        return bool(row_back(result, self._inverse[0], factor, out, v, sums))
+        return self._inverse_row
 
     def wipe(self) -> None:
         """See :meth:`Mask.wipe`."""

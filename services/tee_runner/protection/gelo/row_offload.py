@@ -1,0 +1,188 @@
+"""The offload of a decode step's single row through a doorbell: two compiled calls.
+
+Between two products the interpreter finds its own memory evicted by the weights that passed through the
+caches, so that each of its steps takes two to three times as long as usual. So one call scales, mixes,
+copies what is sent and rings; the other computes what the answer must be, waits, and takes the row back.
+In between the interpreter may do what need not wait, such as making shields.
+
+``link`` is of a :class:`RowLink`, ``bell`` and ``words`` of a :class:`gelo.slab.Doorbell`.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any, Final
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from gelo.atomics import monotonic_ns
+from gelo.doorbell_kernels import WORDS, answered, ring_request, wait_header
+from gelo.header import OffloadHeader, OperandKind
+from tee_runner.errors import WorkerProtocolError
+from tee_runner.profile import Profile
+from tee_runner.protection.base import Linear, require_finite
+from tee_runner.protection.gelo.decode_row import SUMMED_ROWS, row_back, send_dense, send_hd3
+from tee_runner.protection.integrity import Integrity
+from tee_runner.protection.integrity_kernels import project, wrong_rows
+from tee_runner.simd import float_pointer, half_pointer
+from tee_runner.worker.transport import Transport, WireStats, check_answer
+
+# Words of a link: the request, then addresses.
+_WEIGHT_ID, _ROWS, _D_IN, _D_OUT, _OPERAND, _SENT, _RESULT, _V, _Z = range(9)
+_HALF: Final = int(OperandKind.HALF)
+# Words of a tally: when the last request was rung, then sums of nanoseconds, offloads and bytes.
+_RUNG, _APPLY, _CHECK, _COMPUTE, _WIRE, _EXCHANGE, _SAID, _OFFLOADS, _SENT_BYTES, _RECEIVED_BYTES = range(10)
+_LONGEST: Final = 1 << 62
+# Floats that the check of one offload takes: of each row what is expected, what came, and the tolerance.
+SUMS: Final = 5 * max(SUMMED_ROWS)
+
+
+class Heard(IntEnum):
+    """How :func:`hear` ended."""
+
+    RIGHT = 0
+    NOTHING = 1  # no answer yet: call again
+    OTHER = 2  # not an answer to this request
+    WRONG = 3  # not the product
+    UNFIT = 4  # the operand was not finite
+    NOT_FINITE = 5  # the row that came back is not finite
+
+
+@numba.njit(nogil=True, cache=True)
+def _ask(link: Any, bell: Any, begin: int, tally: Any) -> bool:
+    now = monotonic_ns()
+    tally[_APPLY] += now - begin
+    tally[_RUNG] = now
+    return bool(ring_request(bell, link[_WEIGHT_ID], link[_ROWS], link[_D_IN], link[_D_OUT], _HALF))
+
+
+@numba.njit(nogil=True, cache=True)
+def ask_dense(
+    rows: Any, normals: Any, mask: Any, scratch: Any, link: Any, bell: Any, begin: int, tally: Any
+) -> Any:
+    """:func:`send_dense` and ring. Its factor, and whether the worker sleeps."""
+    shape = (link[_ROWS], link[_D_IN])
+    operand, sent = (
+        numba.carray(half_pointer(link[_OPERAND]), shape),
+        numba.carray(half_pointer(link[_SENT]), shape),
+    )
+    factor = send_dense(rows, normals, mask, operand, sent, scratch)
+    return factor, _ask(link, bell, begin, tally)
+
+
+@numba.njit(nogil=True, cache=True)
+def ask_hd3(rows: Any, normals: Any, signs: Any, link: Any, bell: Any, begin: int, tally: Any) -> Any:
+    """:func:`send_hd3` and ring. Its factor, and whether the worker sleeps."""
+    shape = (link[_ROWS], link[_D_IN])
+    operand, sent = (
+        numba.carray(half_pointer(link[_OPERAND]), shape),
+        numba.carray(half_pointer(link[_SENT]), shape),
+    )
+    factor = send_hd3(rows, normals, signs, operand, sent)
+    return factor, _ask(link, bell, begin, tally)
+
+
+@numba.njit(nogil=True, cache=True)
+def hear(
+    link: Any, gain: float, bell: Any, words: Any, spins: int, busy: int, inverse_row: Any, factor: float,
+    out: Any, sums: Any, tally: Any,
+) -> int:  # fmt: skip
+    """Wait for the answer to what was asked last, check it and take the row back; a :class:`Heard`.
+
+    ``gain`` is the tolerance for an operand row of norm 1; ``busy`` what else was done since it was
+    asked, nanoseconds; ``out`` ``(1, d_out)`` f32 may be used if all is right; ``sums``, f64 of
+    :data:`SUMS`, are secret.
+    """
+    rows, d_in, d_out = link[_ROWS], link[_D_IN], link[_D_OUT]
+    expected, own = sums[: 2 * rows].reshape(rows, 2), sums[2 * rows : 4 * rows].reshape(rows, 2)
+    tolerance = sums[4 * rows : 5 * rows]
+    started = monotonic_ns()
+    project(
+        numba.carray(half_pointer(link[_OPERAND]), (rows, d_in)),
+        numba.carray(float_pointer(link[_Z]), (2, d_in)), gain, expected, tolerance,
+    )  # fmt: skip
+    projected = monotonic_ns()
+    if not wait_header(bell[1], bell[5], spins, bell[0], words):
+        return Heard.NOTHING
+    bell[5] = words[WORDS]
+    now = monotonic_ns()
+    # What the worker says it took is for profiles only, and may be anything.
+    words[6] = min(words[6], _LONGEST) if words[6] >= 0 else _LONGEST
+    said = answered(words, bell[6], link[_WEIGHT_ID], rows, d_in, d_out, _HALF)
+    if said < 0:
+        return Heard.OTHER
+    exchanged, busy = now - tally[_RUNG], busy + projected - started
+    waited = max(0, exchanged - busy)
+    computed = min(waited, max(0, said - busy))
+    tally[_COMPUTE] += computed
+    tally[_WIRE] += waited - computed
+    tally[_EXCHANGE] += exchanged
+    tally[_SAID] += said
+    tally[_OFFLOADS] += 1
+    tally[_SENT_BYTES] += rows * d_in * 2
+    tally[_RECEIVED_BYTES] += rows * d_out * 4
+    bad = row_back(
+        numba.carray(float_pointer(link[_RESULT]), (rows, d_out)), inverse_row, factor, out,
+        numba.carray(float_pointer(link[_V]), (2, d_out)), own,
+    )  # fmt: skip
+    wrong = wrong_rows(own, expected, tolerance, 0, rows)
+    tally[_CHECK] += projected - started + monotonic_ns() - now
+    if wrong:
+        return Heard.WRONG if np.isfinite(tolerance).all() else Heard.UNFIT
+    return Heard.NOT_FINITE if bad else Heard.RIGHT
+
+
+class Tally:
+    """What offloads took, added up in compiled code."""
+
+    def __init__(self) -> None:
+        self.words: NDArray[np.int64] = np.zeros(_RECEIVED_BYTES + 1, dtype=np.int64)
+
+    def move(self, profile: Profile, stats: WireStats) -> None:
+        """Add everything to ``profile`` and ``stats`` and begin anew."""
+        words = self.words.tolist()
+        profile.add("mask apply", words[_APPLY])
+        profile.add("check", words[_CHECK])
+        profile.add("worker compute", words[_COMPUTE])
+        profile.add("wire", words[_WIRE])
+        stats.exchange_ns += words[_EXCHANGE]
+        stats.worker_ns += words[_SAID]
+        stats.offloads += words[_OFFLOADS]
+        stats.bytes_sent += words[_SENT_BYTES]
+        stats.bytes_received += words[_RECEIVED_BYTES]
+        self.words.fill(0)
+
+
+class RowLink:
+    """What both calls need to know of one weight, as words; good as long as the session."""
+
+    def __init__(
+        self, transport: Transport, integrity: Integrity, weight: Linear, operand: NDArray[np.uint16]
+    ) -> None:
+        """``operand`` ``(s, d_in)``: the runner's own memory, as the worker could change what it shares."""
+        if transport.doorbell is None:
+            raise ValueError("this transport has no doorbell")
+        self.doorbell = transport.doorbell
+        self._weight = weight
+        self._integrity = integrity
+        (s, d_in), d_out = operand.shape, weight.d_out
+        v, z, self.gain = integrity.projection(weight.weight_id, s)
+        # Kept here, where their addresses are used.
+        self._held = operand, transport.operand(s, d_in), transport.result(s, d_out), v, z
+        self.words: NDArray[np.int64] = np.array(
+            [weight.weight_id, s, d_in, d_out, *(array.ctypes.data for array in self._held)], dtype=np.int64
+        )
+
+    def refuse(self, heard: int) -> None:
+        """Raise what ``heard``, a :class:`Heard` other than right, stands for."""
+        weight, bell = self._weight, self.doorbell
+        if heard == Heard.OTHER:
+            rows = int(self.words[_ROWS])
+            asked = OffloadHeader(bell.rung, weight.weight_id, rows, weight.d_in, weight.d_out)
+            check_answer(asked, bell.words[:WORDS].tobytes())
+            raise WorkerProtocolError("The worker answered another request than the one it was sent.")
+        if heard in (Heard.WRONG, Heard.UNFIT):
+            self._integrity.refuse(weight.name, finite=heard == Heard.WRONG)
+        require_finite(heard == Heard.NOT_FINITE, weight)
