@@ -68,8 +68,8 @@ def probes(runtime: Runtime) -> dict[int, tuple[NDArray[np.generic], ...]]:
     if isinstance(protection, RingProtection):
         return {weight: (p.v, p.w) for weight, p in protection.probes._probes.items()}
     assert protection is not None
-    assert protection._integrity is not None
-    return {weight: (p.v, p.z) for weight, p in protection._integrity._projections.items()}
+    assert protection.integrity is not None
+    return {weight: (p.v, p.z) for weight, p in protection.integrity._projections.items()}
 
 
 @pytest.mark.parametrize("lie", LIES)

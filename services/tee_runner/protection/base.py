@@ -119,7 +119,8 @@ class Protection(ABC):
         self.progress: Progress = _unseen
         # Elements of the weight of the offload in progress.
         self.product_elements = 0
-        self._integrity: Integrity | None = None
+        # The check of results, if there is one.
+        self.integrity: Integrity | None = None
 
     @classmethod
     def open(cls, transport: Transport, options: SchemeOptions, store: object = None) -> Protection:
@@ -176,7 +177,7 @@ class Protection(ABC):
             if weight.load is None:
                 raise ValueError(f"{weight.name} cannot be checked without its values")
             integrity.add(weight.weight_id, weight.load, weight.spectral_norm)
-        self._integrity = integrity
+        self.integrity = integrity
         others = self.transport.meanwhile
 
         def meanwhile() -> None:
@@ -198,8 +199,8 @@ class Protection(ABC):
     def close(self) -> None:
         """End the worker session and overwrite what was kept for it."""
         self.transport.close()
-        if self._integrity is not None:
-            self._integrity.wipe()
+        if self.integrity is not None:
+            self.integrity.wipe()
 
     def operand(self, weight: Linear, rows: int) -> NDArray[np.uint16]:
         """Where a scheme that sends float16 writes its operand: ``(rows, d_in)``, as bits.
@@ -207,8 +208,8 @@ class Protection(ABC):
         The runner's own memory if results are checked: the worker could change what the check
         reads in memory that it shares.
         """
-        if self._integrity is not None:
-            return self._integrity.operand(rows, weight.d_in)
+        if self.integrity is not None:
+            return self.integrity.operand(rows, weight.d_in)
         return self.transport.operand(rows, weight.d_in).view(np.uint16)
 
     def exchange(self, weight: Linear, rows: int) -> Float32:
@@ -220,7 +221,7 @@ class Protection(ABC):
         Raises:
             WorkerError: the worker failed, or the result is wrong.
         """
-        integrity = self._integrity
+        integrity = self.integrity
         if integrity is None:
             return self.profiled(self.transport.exchange, weight, rows)
         private = integrity.begin(weight.weight_id, rows)
@@ -230,12 +231,6 @@ class Protection(ABC):
         verified = integrity.verified(weight.name, result)
         self.profile.add("check", time.perf_counter_ns() - begin)
         return verified
-
-    @property
-    def pairs(self) -> Integrity | None:
-        """The check of results, if it is one with two probes, the default."""
-        integrity = self._integrity
-        return integrity if integrity is not None and integrity.probes == 2 else None
 
     def profiled(self, exchange: Callable[[int, int, int, int], Result], weight: Linear, rows: int) -> Result:
         """One exchange of the transport's, its wait split into what the worker computed and the wire.

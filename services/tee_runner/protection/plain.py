@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,14 +11,19 @@ from tee_runner.protection.base import (
     Float32,
     ForwardSession,
     Linear,
+    MaskOptions,
     Protection,
     require_finite,
 )
 from tee_runner.protection.gelo.kernels import row_scales, to_half, to_half_serial, unscale_rows
+from tee_runner.protection.gelo.row_offload import RowLink, RowOffloads, ask_plain
+from tee_runner.protection.integrity import Integrity
+from tee_runner.worker.transport import Transport
 
 _SERIAL_ELEMENTS = 1 << 15
 # Row norms are brought into [1, 2): far from both ends of f16.
 _ONE = np.float32(1.0)
+_UNMIXED = np.ones(1, np.float32)
 
 
 class _PlainSession(ForwardSession):
@@ -25,14 +31,30 @@ class _PlainSession(ForwardSession):
         self._protection = protection
 
     def linear(self, weight: Linear, rows: Float32, counts: Sequence[int], out: Float32) -> None:
-        n = len(rows)
+        n, protection = len(rows), self._protection
+        if n == 1 and protection.integrity is not None:
+            link = protection.single.link(protection.integrity, weight, 1)
+            if link is not None:
+                self._row(link, protection.integrity, rows, out)
+                return
         scales = np.empty(n, dtype=np.float32)
         row_scales(rows, scales)
-        operand = self._protection.operand(weight, n)
+        operand = protection.operand(weight, n)
         convert = to_half_serial if rows.size <= _SERIAL_ELEMENTS else to_half
         convert(rows, scales, operand)
-        result = self._protection.exchange(weight, n)
+        result = protection.exchange(weight, n)
         require_finite(unscale_rows(result, scales, _ONE, out), weight)
+
+    def _row(self, link: RowLink, integrity: Integrity, rows: Float32, out: Float32) -> None:
+        protection = self._protection
+        begin = time.perf_counter_ns()
+        factor, asleep = ask_plain(rows, link.words, link.bell, begin, protection.single.tally)
+        if asleep:
+            protection.transport.wake()
+        protection.single.hear(link, integrity, _UNMIXED, factor, out, 0)
+
+    def wipe(self) -> None:
+        self._protection.single.settle(self._protection.profile)
 
 
 class Plain(Protection):
@@ -40,6 +62,10 @@ class Plain(Protection):
 
     name = "plain"
     warning = "plain: the worker sees every activation in clear. For measurements only."
+
+    def __init__(self, transport: Transport, *, masks: MaskOptions | None = None) -> None:
+        super().__init__(transport, masks=masks)
+        self.single = RowOffloads(transport)
 
     @classmethod
     def operand_rows(cls, counts: Sequence[int]) -> int:

@@ -18,7 +18,7 @@ from tee_runner.errors import (
     WorkerProtocolError,
     WorkerUnavailableError,
 )
-from tee_runner.protection.base import Linear
+from tee_runner.protection.base import Linear, Protection
 from tee_runner.protection.gelo.base import GeloProtection
 from tee_runner.protection.gelo.kernels import block_scales
 from tee_runner.protection.gelo.tiles import shield_size
@@ -32,7 +32,9 @@ D_OUT = 64
 LARGEST_D_IN = 200
 WEIGHT = np.random.default_rng(1).standard_normal((D_OUT, LARGEST_D_IN)).astype(np.float16)
 ROWS = np.random.default_rng(2).standard_normal((1, 40)).astype(np.float32)
-kinds = pytest.mark.parametrize("kind", GELO_SCHEMES)
+Kind = type[GeloProtection] | type[Plain]
+KINDS: tuple[Kind, ...] = (*GELO_SCHEMES, Plain)
+kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def linear_of(weight: Any, weight_id: int = 0) -> Linear:
@@ -40,16 +42,14 @@ def linear_of(weight: Any, weight_id: int = 0) -> Linear:
     return Linear(weight_id=weight_id, name=f"w{weight_id}", d_in=d_in, d_out=d_out, load=lambda: weight)
 
 
-def checked(
-    kind: type[GeloProtection], transport: Any, weights: list[Any], *, probes: int = 2
-) -> tuple[GeloProtection, list[Linear]]:
-    protection = kind(transport, key=key_of(4))
+def checked(kind: Kind, transport: Any, weights: list[Any], *, probes: int = 2) -> tuple[Any, list[Linear]]:
+    protection = kind(transport, key=key_of(4)) if issubclass(kind, GeloProtection) else kind(transport)
     linears = [linear_of(weight, index) for index, weight in enumerate(weights)]
     protection.provision(linears, probes=probes)
     return protection, linears
 
 
-def offload(protection: GeloProtection, linear: Linear, rows: Float32) -> Float32:
+def offload(protection: Protection, linear: Linear, rows: Float32) -> Float32:
     out = np.full((len(rows), linear.d_out), np.nan, np.float32)
     with protection.forward_session() as session:
         session.linear(linear, rows, [len(rows)], out)
@@ -67,7 +67,7 @@ def transport() -> Iterator[RungTransport]:
     transport.close()
 
 
-@kinds
+@pytest.mark.parametrize("kind", GELO_SCHEMES)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(key=st.integers(1, 50), d=st.integers(1, LARGEST_D_IN), exponent=st.integers(-20, 20))
 def test_what_is_sent_is_what_apply_makes(
@@ -79,15 +79,15 @@ def test_what_is_sent_is_what_apply_makes(
     transport.weights[0] = weight.astype(np.float64)
     protection, (linear,) = checked(kind, transport, [weight])
     mask = protection.new_mask(1)
-    link = protection.row_link(linear, mask)
+    link = protection.single.link(protection.integrity, linear, mask.s)
     assert link is not None
-    operand, sent = link._held[0], link._held[1].view(np.uint16)
+    operand, sent = link.held[0], link.held[1].view(np.uint16)
     assert not np.may_share_memory(operand, sent)
     operand[...] = 0x7E00
     sent[...] = 0x7E00
     rows = (rng.standard_normal((1, d)) * 2.0**exponent).astype(np.float32)
     normals = rng.standard_normal(shield_size(1, mask.s, d)).astype(np.float32)
-    factor, asleep = mask.ask(rows, normals, link.words, link.doorbell.state, 0, protection.tally.words)
+    factor, asleep = mask.ask(rows, normals, link.words, link.bell, 0, protection.single.tally)
     if asleep:
         transport.wake()
     transport.until_answered()
@@ -101,8 +101,25 @@ def test_what_is_sent_is_what_apply_makes(
     assert factor == normal_of(mask) / (scale * float(scales[0]))
 
 
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(d=st.integers(1, LARGEST_D_IN), exponent=st.integers(-20, 20))
+def test_plain_sends_what_it_sends_without_a_doorbell(
+    transport: RungTransport, d: int, exponent: int
+) -> None:
+    weight = WEIGHT[:, :d]
+    transport.weights[0] = weight.astype(np.float64)
+    rows = (np.random.default_rng(d).standard_normal((1, d)) * 2.0**exponent).astype(np.float32)
+    protection, (linear,) = checked(Plain, transport, [weight])
+    out = offload(protection, linear, rows)
+    assert protection.single._links
+    exact = ExactTransport([weight])
+    other, (linear,) = checked(Plain, exact, [weight])
+    np.testing.assert_array_equal(out, offload(other, linear, rows))
+    np.testing.assert_array_equal(transport.operands[-1], exact.operands[-1])
+
+
 @kinds
-def test_rows_of_several_weights_in_turns(kind: type[GeloProtection]) -> None:
+def test_rows_of_several_weights_in_turns(kind: Kind) -> None:
     shapes = [(64, 40), (16, 40), (48, 200), (64, 40), (1040, 17)]
     weights = [np.random.default_rng(d_in).standard_normal((d_out, d_in)) for d_out, d_in in shapes]
     halves = [weight.astype(np.float16) for weight in weights]
@@ -115,35 +132,39 @@ def test_rows_of_several_weights_in_turns(kind: type[GeloProtection]) -> None:
                 out = np.empty((1, linear.d_out), np.float32)
                 session.linear(linear, rows, [1], out)
                 np.testing.assert_allclose(out, product(rows, half), atol=0.2)
-    assert len(protection._links) == len(shapes)
+    assert len(protection.single._links) == len(shapes)
     assert transport.stats.offloads == 3 * len(shapes)
-    assert not protection.sums.any()
+    assert not protection.single._sums.any()
     transport.close()
 
 
 @kinds
-def test_all_other_offloads_take_the_general_way(kind: type[GeloProtection]) -> None:
+def test_all_other_offloads_take_the_general_way(kind: Kind) -> None:
     ragged = WEIGHT[:60, :40]
     transport = RungTransport([WEIGHT[:, :40], ragged])
     protection, (linear, odd) = checked(kind, transport, [WEIGHT[:, :40], ragged])
-    one, two = protection.new_mask(1), protection.new_mask(2)
-    assert protection.row_link(linear, one) is not None
-    assert protection.row_link(linear, two) is None
-    assert protection.row_link(odd, one) is None
+    s = kind.operand_rows([1])
+    assert protection.single.link(protection.integrity, linear, s) is not None
+    assert protection.single.link(protection.integrity, odd, s) is None
     np.testing.assert_allclose(offload(protection, odd, ROWS), product(ROWS, ragged), atol=0.1)
+    several = np.repeat(ROWS, 2, axis=0)
+    np.testing.assert_allclose(
+        offload(protection, linear, several), product(several, WEIGHT[:, :40]), atol=0.1
+    )
+    assert len(protection.single._links) == 1
     for probes in (0, 1, 4):
         other, (linear, _) = checked(kind, transport, [WEIGHT[:, :40], ragged], probes=probes)
-        assert other.row_link(linear, one) is None
+        assert other.single.link(other.integrity, linear, s) is None
+        np.testing.assert_allclose(offload(other, linear, ROWS), product(ROWS, WEIGHT[:, :40]), atol=0.1)
     inline, (linear,) = checked(kind, ExactTransport([WEIGHT[:, :40]]), [WEIGHT[:, :40]])
-    assert inline.row_link(linear, one) is None
-    assert Plain(transport).pairs is None
+    assert inline.single.link(inline.integrity, linear, s) is None
     transport.close()
 
 
 @pytest.mark.parametrize(
-    ("kind", "row"), [(kind, row) for kind in GELO_SCHEMES for row in range(kind.block_rows(1))]
+    ("kind", "row"), [(kind, row) for kind in KINDS for row in range(kind.operand_rows([1]))]
 )
-def test_a_lie_in_any_row_is_caught(transport: RungTransport, kind: type[GeloProtection], row: int) -> None:
+def test_a_lie_in_any_row_is_caught(transport: RungTransport, kind: Kind, row: int) -> None:
     """Of the operand, not of what comes out of the mask: the verdict tells nothing about the mask."""
     protection, (linear,) = checked(kind, transport, [WEIGHT[:, :40]])
     np.testing.assert_allclose(offload(protection, linear, ROWS), product(ROWS, WEIGHT[:, :40]), atol=0.1)
@@ -154,10 +175,10 @@ def test_a_lie_in_any_row_is_caught(transport: RungTransport, kind: type[GeloPro
     transport.tamper = tamper
     with pytest.raises(IntegrityError):
         offload(protection, linear, ROWS)
-    assert protection._integrity is not None
-    assert protection._integrity.over
-    link = protection._links[0, kind.block_rows(1)]
-    assert not any(array.any() for array in link._held[3:])
+    assert protection.integrity is not None
+    assert protection.integrity.over
+    link = protection.single._links[0, kind.operand_rows([1])]
+    assert not any(array.any() for array in link.held[3:])
     transport.tamper = None
     with pytest.raises(IntegrityError, match="over"):
         offload(protection, linear, ROWS)
@@ -165,13 +186,11 @@ def test_a_lie_in_any_row_is_caught(transport: RungTransport, kind: type[GeloPro
 
 @kinds
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_refused(
-    transport: RungTransport, kind: type[GeloProtection], value: float
-) -> None:
+def test_what_is_not_finite_is_refused(transport: RungTransport, kind: Kind, value: float) -> None:
     protection, (linear,) = checked(kind, transport, [WEIGHT[:, :40]])
 
     def tamper(result: Float32) -> None:
-        result[3, 17] = value
+        result[-1, 17] = value
 
     transport.tamper = tamper
     with pytest.raises(IntegrityError):
@@ -180,7 +199,7 @@ def test_what_is_not_finite_is_refused(
 
 @kinds
 def test_the_worker_is_not_blamed_for_an_operand_that_is_not_finite(
-    transport: RungTransport, kind: type[GeloProtection]
+    transport: RungTransport, kind: Kind
 ) -> None:
     protection, (linear,) = checked(kind, transport, [WEIGHT[:, :40]])
     with pytest.raises(GeloError, match="not finite in float16") as error:
@@ -231,7 +250,7 @@ def test_what_the_worker_says_it_took_is_not_trusted(transport: RungTransport, c
 
 
 @kinds
-def test_a_slow_answer_is_waited_for(kind: type[GeloProtection]) -> None:
+def test_a_slow_answer_is_waited_for(kind: Kind) -> None:
     transport = RungTransport([WEIGHT[:, :40]], spins=3)
     transport.delay = 0.05
     protection, (linear,) = checked(kind, transport, [WEIGHT[:, :40]])
@@ -259,19 +278,19 @@ def test_a_worker_that_leaves(transport: RungTransport) -> None:
 
 
 @kinds
-def test_the_profile_has_what_the_pass_took(transport: RungTransport, kind: type[GeloProtection]) -> None:
+def test_the_profile_has_what_the_pass_took(transport: RungTransport, kind: Kind) -> None:
     transport.delay = 0.01
     protection, (linear,) = checked(kind, transport, [WEIGHT[:, :40]])
     offload(protection, linear, ROWS)
     spent = protection.profile.nanoseconds
-    s = kind.block_rows(1)
+    s = kind.operand_rows([1])
     assert spent["wire"] + spent["worker compute"] >= 9_000_000
     assert spent["mask apply"] > 0
     assert spent["check"] > 0
     assert spent["unapply"] == 0
     assert (transport.stats.bytes_sent, transport.stats.bytes_received) == (s * 40 * 2, s * D_OUT * 4)
     assert transport.stats.worker_ns == 0
-    assert not protection.tally.words.any()
+    assert not protection.single.tally.any()
 
 
 def test_a_failed_pass_is_counted_too(transport: RungTransport) -> None:

@@ -21,10 +21,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tee_runner.memory import on_lines
 from tee_runner.protection.base import (
     Float32,
-    Float64,
     ForwardSession,
     Linear,
     MaskOptions,
@@ -33,9 +31,10 @@ from tee_runner.protection.base import (
     require_finite,
 )
 from tee_runner.protection.gelo.kernels import SHIELD_ENERGY, block_scales
-from tee_runner.protection.gelo.row_offload import SUMS, Heard, RowLink, Tally, hear
+from tee_runner.protection.gelo.row_offload import RowLink, RowOffloads
 from tee_runner.protection.gelo.shield import ShieldStock
-from tee_runner.protection.gelo.tiles import LANES, shield_size
+from tee_runner.protection.gelo.tiles import shield_size
+from tee_runner.protection.integrity import Integrity
 from tee_runner.protection.rng import SecretKey
 from tee_runner.worker.transport import Transport
 
@@ -47,7 +46,7 @@ _shield_size = lru_cache(maxsize=1 << 12)(shield_size)
 
 # Elements of a weight that keep a worker busy for longer than the shields of a few offloads take:
 # they are made then, in one go, and not while it does a shorter product.
-_LONG_PRODUCT = 1 << 20
+_LONG_PRODUCT = 1 << 19
 
 # Below this many elements one thread is done before others would have woken up.
 SERIAL_ELEMENTS = 1 << 17
@@ -114,11 +113,7 @@ class GeloProtection(Protection):
         self.mask_stream = key.stream("mask")
         self.shield = ShieldStock(key.stream("shield"))
         self.scratch = Scratch()
-        self.tally = Tally()
-        self.sums: Float64 = np.zeros(SUMS)
-        # Of single rows: by weight and s their links, and by shape where operands are written.
-        self._links: dict[tuple[int, int], RowLink] = {}
-        self._row_operands: dict[tuple[int, int], NDArray[np.uint16]] = {}
+        self.single = RowOffloads(transport)
         transport.meanwhile = self._meanwhile
 
     @classmethod
@@ -144,22 +139,6 @@ class GeloProtection(Protection):
         """See :meth:`Protection.forward_session`."""
         return _GeloSession(self)
 
-    def row_link(self, weight: Linear, mask: Mask) -> RowLink | None:
-        """For a decode step's single row whose result is checked with two probes, through a doorbell.
-
-        Raises:
-            IntegrityError: the session is over.
-        """
-        integrity = self.pairs
-        if mask.n != 1 or integrity is None or self.transport.doorbell is None or weight.d_out % LANES:
-            return None
-        key = weight.weight_id, mask.s
-        if integrity.over or key not in self._links:
-            shape = mask.s, weight.d_in
-            operand = self._row_operands.setdefault(shape, on_lines(shape, np.uint16))
-            self._links[key] = RowLink(self.transport, integrity, weight, operand)
-        return self._links[key]
-
     def _meanwhile(self) -> None:
         self.refill(self.product_elements)
 
@@ -184,7 +163,7 @@ class GeloProtection(Protection):
     def wipe(self) -> None:
         """Overwrite working memory and step the streams, so that no used secret can be remade."""
         self.scratch.wipe()
-        self.sums.fill(0.0)
+        self.single.settle(self.profile)
         self.mask_stream.ratchet()
         self.shield.wipe()
 
@@ -210,32 +189,25 @@ class _GeloSession(ForwardSession):
         begin = time.perf_counter_ns()
         blocks, total = self._layouts.get(tuple(counts)) or self._layout(counts)
         mask = blocks[0].mask
-        link = protection.row_link(weight, mask) if len(blocks) == 1 else None
-        if link is not None:
-            self._row(weight, link, mask, rows, out, begin)
+        integrity = protection.integrity
+        link = protection.single.link(integrity, weight, mask.s) if len(blocks) == 1 == mask.n else None
+        if link is not None and integrity is not None:
+            self._row(link, integrity, mask, rows, out, begin)
         else:
             self._blocks(weight, blocks, total, rows, out, begin)
         if protection.masks.per_offload:
             self._wipe_masks()
 
     def _row(
-        self, weight: Linear, link: RowLink, mask: Mask, rows: Float32, out: Float32, begin: int
+        self, link: RowLink, integrity: Integrity, mask: Mask, rows: Float32, out: Float32, begin: int
     ) -> None:
-        protection, transport = self._protection, self._protection.transport
-        bell, tally = link.doorbell, protection.tally.words
+        protection, weight = self._protection, link.weight
         normals = protection.shield.take(_shield_size(1, mask.s, weight.d_in))
-        factor, asleep = mask.ask(rows, normals, link.words, bell.state, begin, tally)
+        factor, asleep = mask.ask(rows, normals, link.words, link.bell, begin, protection.single.tally)
         if asleep:
-            transport.wake()
+            protection.transport.wake()
         busy = protection.refill(weight.d_in * weight.d_out)
-        answer = (mask.inverse_row, factor, out, protection.sums, tally)
-        while True:
-            heard = hear(link.words, link.gain, bell.state, bell.words, bell.spins, busy, *answer)
-            if heard != Heard.NOTHING:
-                break
-            transport.until_answered()
-        if heard != Heard.RIGHT:
-            link.refuse(heard)
+        protection.single.hear(link, integrity, mask.inverse_row, factor, out, busy)
 
     def _blocks(
         self, weight: Linear, blocks: list[_Block], total: int, rows: Float32, out: Float32, begin: int
@@ -273,9 +245,7 @@ class _GeloSession(ForwardSession):
 
     def wipe(self) -> None:
         self._wipe_masks()
-        protection = self._protection
-        protection.tally.move(protection.profile, protection.transport.stats)
-        protection.wipe()
+        self._protection.wipe()
 
     def _wipe_masks(self) -> None:
         for mask in self._masks.values():

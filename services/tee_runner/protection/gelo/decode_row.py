@@ -16,13 +16,13 @@ import numpy as np
 
 from tee_runner.protection.gelo.dense_kernels import dense_apply
 from tee_runner.protection.gelo.hd3_kernels import hd3_apply
-from tee_runner.protection.gelo.kernels import block_scales
+from tee_runner.protection.gelo.kernels import block_scales, row_scales, to_half_serial
 from tee_runner.protection.gelo.tiles import LANES, finite, require_dense_rows
 from tee_runner.protection.integrity_kernels import CHUNK
 from tee_runner.simd import I64, VECTOR, Emitter, emitted
 
-# The s of masks for one row: n + 8, and HD3's next power of two.
-SUMMED_ROWS = (9, 16)
+# Operand rows for one data row: itself, n + 8, and HD3's next power of two.
+SUMMED_ROWS = (1, 9, 16)
 
 
 def _dot_and_sums(rows: int, *, first: bool, last: bool) -> Any:
@@ -78,7 +78,7 @@ def _dot_and_sums(rows: int, *, first: bool, last: bool) -> Any:
 
 
 _first_8, _last_8 = _dot_and_sums(8, first=True, last=False), _dot_and_sums(8, first=False, last=True)
-_all_9 = _dot_and_sums(9, first=True, last=True)
+_all_1, _all_9 = _dot_and_sums(1, first=True, last=True), _dot_and_sums(9, first=True, last=True)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -86,6 +86,16 @@ def _send(operand: Any, sent: Any) -> None:
     for i in range(operand.shape[0]):
         for c in range(operand.shape[1]):
             sent[i, c] = operand[i, c]
+
+
+@numba.njit(nogil=True, cache=True)
+def send_plain(row: Any, operand: Any, sent: Any) -> float:
+    """Write ``operand = sent = f16(row · own scale)``; returns what undoes the scale."""
+    scales = np.empty(1, np.float32)
+    row_scales(row, scales)
+    to_half_serial(row, scales, operand)
+    _send(operand, sent)
+    return 1.0 / scales[0]
 
 
 @numba.njit(nogil=True, cache=True)
@@ -143,7 +153,10 @@ def row_back(result: Any, inverse_row: Any, factor: Any, out: Any, v: Any, sums:
         at, to = result.ctypes.data + first * 4, out.ctypes.data + first * 4
         v0, v1 = v.ctypes.data + first * 4, v.ctypes.data + v.strides[0] + first * 4
         rest = (to, v0, v1, length, parts.ctypes.data, factors.ctypes.data, flags.ctypes.data)
-        if result.shape[0] == 9:
+        if result.shape[0] == 1:
+            _all_1((at, stride, weights, *rest))
+            _add_totals(parts, 1, 0, sums)
+        elif result.shape[0] == 9:
             _all_9((at, stride, weights, *rest))
             _add_totals(parts, 9, 0, sums)
         else:

@@ -20,14 +20,17 @@ from numpy.typing import NDArray
 from gelo.atomics import monotonic_ns
 from gelo.doorbell_kernels import WORDS, answered, ring_request, wait_header
 from gelo.header import OffloadHeader, OperandKind
+from gelo.slab import Doorbell
 from tee_runner.errors import WorkerProtocolError
+from tee_runner.memory import on_lines
 from tee_runner.profile import Profile
-from tee_runner.protection.base import Linear, require_finite
-from tee_runner.protection.gelo.decode_row import SUMMED_ROWS, row_back, send_dense, send_hd3
+from tee_runner.protection.base import Float32, Linear, require_finite
+from tee_runner.protection.gelo.decode_row import SUMMED_ROWS, row_back, send_dense, send_hd3, send_plain
+from tee_runner.protection.gelo.tiles import LANES
 from tee_runner.protection.integrity import Integrity
 from tee_runner.protection.integrity_kernels import project, wrong_rows
 from tee_runner.simd import float_pointer, half_pointer
-from tee_runner.worker.transport import Transport, WireStats, check_answer
+from tee_runner.worker.transport import Transport, check_answer
 
 # Words of a link: the request, then addresses.
 _WEIGHT_ID, _ROWS, _D_IN, _D_OUT, _OPERAND, _SENT, _RESULT, _V, _Z = range(9)
@@ -36,7 +39,7 @@ _HALF: Final = int(OperandKind.HALF)
 _RUNG, _APPLY, _CHECK, _COMPUTE, _WIRE, _EXCHANGE, _SAID, _OFFLOADS, _SENT_BYTES, _RECEIVED_BYTES = range(10)
 _LONGEST: Final = 1 << 62
 # Floats that the check of one offload takes: of each row what is expected, what came, and the tolerance.
-SUMS: Final = 5 * max(SUMMED_ROWS)
+_SUMS: Final = 5 * max(SUMMED_ROWS)
 
 
 class Heard(IntEnum):
@@ -56,6 +59,18 @@ def _ask(link: Any, bell: Any, begin: int, tally: Any) -> bool:
     tally[_APPLY] += now - begin
     tally[_RUNG] = now
     return bool(ring_request(bell, link[_WEIGHT_ID], link[_ROWS], link[_D_IN], link[_D_OUT], _HALF))
+
+
+@numba.njit(nogil=True, cache=True)
+def ask_plain(rows: Any, link: Any, bell: Any, begin: int, tally: Any) -> Any:
+    """:func:`send_plain` and ring. Its factor, and whether the worker sleeps."""
+    shape = (link[_ROWS], link[_D_IN])
+    operand, sent = (
+        numba.carray(half_pointer(link[_OPERAND]), shape),
+        numba.carray(half_pointer(link[_SENT]), shape),
+    )
+    factor = send_plain(rows, operand, sent)
+    return factor, _ask(link, bell, begin, tally)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -93,7 +108,7 @@ def hear(
 
     ``gain`` is the tolerance for an operand row of norm 1; ``busy`` what else was done since it was
     asked, nanoseconds; ``out`` ``(1, d_out)`` f32 may be used if all is right; ``sums``, f64 of
-    :data:`SUMS`, are secret.
+    :data:`_SUMS`, are secret.
     """
     rows, d_in, d_out = link[_ROWS], link[_D_IN], link[_D_OUT]
     expected, own = sums[: 2 * rows].reshape(rows, 2), sums[2 * rows : 4 * rows].reshape(rows, 2)
@@ -134,15 +149,88 @@ def hear(
     return Heard.NOT_FINITE if bad else Heard.RIGHT
 
 
-class Tally:
-    """What offloads took, added up in compiled code."""
+class RowLink:
+    """What both calls need to know of one weight, as words; good as long as the session."""
 
-    def __init__(self) -> None:
-        self.words: NDArray[np.int64] = np.zeros(_RECEIVED_BYTES + 1, dtype=np.int64)
+    def __init__(
+        self, transport: Transport, bell: Doorbell, integrity: Integrity, weight: Linear,
+        operand: NDArray[np.uint16],
+    ) -> None:  # fmt: skip
+        """``operand`` ``(s, d_in)``: the runner's own memory, as the worker could change what it shares."""
+        self.weight = weight
+        self.bell = bell.state
+        (s, d_in), d_out = operand.shape, weight.d_out
+        v, z, self.gain = integrity.projection(weight.weight_id, s)
+        # Kept here, where their addresses are used.
+        self.held = operand, transport.operand(s, d_in), transport.result(s, d_out), v, z
+        self.words: NDArray[np.int64] = np.array(
+            [weight.weight_id, s, d_in, d_out, *(array.ctypes.data for array in self.held)], dtype=np.int64
+        )
 
-    def move(self, profile: Profile, stats: WireStats) -> None:
-        """Add everything to ``profile`` and ``stats`` and begin anew."""
-        words = self.words.tolist()
+
+class RowOffloads:
+    """The single rows of one session. ``tally`` is what compiled code adds up."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.tally: NDArray[np.int64] = np.zeros(_RECEIVED_BYTES + 1, dtype=np.int64)
+        self._sums: NDArray[np.float64] = np.zeros(_SUMS)
+        # By weight and operand rows; and by shape where operands are written.
+        self._links: dict[tuple[int, int], RowLink] = {}
+        self._operands: dict[tuple[int, int], NDArray[np.uint16]] = {}
+
+    def link(self, integrity: Integrity | None, weight: Linear, s: int) -> RowLink | None:
+        """For one data row in an operand of ``s`` rows. None if it must take the general way.
+
+        That is without two probes that check it, without a doorbell, or if columns would be left over.
+
+        Raises:
+            IntegrityError: the session is over.
+        """
+        key = weight.weight_id, s
+        if integrity is not None and not integrity.over and key in self._links:
+            return self._links[key]
+        bell = self._transport.doorbell
+        if integrity is None or integrity.probes != 2 or bell is None or weight.d_out % LANES:
+            return None
+        shape = s, weight.d_in
+        operand = self._operands.setdefault(shape, on_lines(shape, np.uint16))
+        link = self._links[key] = RowLink(self._transport, bell, integrity, weight, operand)
+        return link
+
+    def hear(
+        self, link: RowLink, integrity: Integrity, inverse_row: Float32, factor: float, out: Float32,
+        busy: int,
+    ) -> None:  # fmt: skip
+        """The answer to what was asked last, into ``out`` ``(1, d_out)``; see :func:`hear`.
+
+        Raises:
+            WorkerError: the worker failed, or its answer cannot be used.
+            GeloError: the row was not finite.
+        """
+        bell = self._transport.doorbell
+        if bell is None:
+            raise ValueError("nothing was asked through a doorbell")
+        row = (inverse_row, factor, out, self._sums, self.tally)
+        while True:
+            heard = hear(link.words, link.gain, link.bell, bell.words, bell.spins, busy, *row)
+            if heard == Heard.RIGHT:
+                return
+            if heard != Heard.NOTHING:
+                break
+            self._transport.until_answered()
+        weight = link.weight
+        if heard == Heard.OTHER:
+            asked = OffloadHeader(bell.rung, weight.weight_id, len(link.held[0]), weight.d_in, weight.d_out)
+            check_answer(asked, bell.words[:WORDS].tobytes())
+            raise WorkerProtocolError("The worker answered another request than the one it was sent.")
+        if heard in (Heard.WRONG, Heard.UNFIT):
+            integrity.refuse(weight.name, finite=heard == Heard.WRONG)
+        require_finite(True, weight)
+
+    def settle(self, profile: Profile) -> None:
+        """At the end of a pass: account for its offloads, and overwrite what was checked."""
+        words, stats = self.tally.tolist(), self._transport.stats
         profile.add("mask apply", words[_APPLY])
         profile.add("check", words[_CHECK])
         profile.add("worker compute", words[_COMPUTE])
@@ -152,37 +240,5 @@ class Tally:
         stats.offloads += words[_OFFLOADS]
         stats.bytes_sent += words[_SENT_BYTES]
         stats.bytes_received += words[_RECEIVED_BYTES]
-        self.words.fill(0)
-
-
-class RowLink:
-    """What both calls need to know of one weight, as words; good as long as the session."""
-
-    def __init__(
-        self, transport: Transport, integrity: Integrity, weight: Linear, operand: NDArray[np.uint16]
-    ) -> None:
-        """``operand`` ``(s, d_in)``: the runner's own memory, as the worker could change what it shares."""
-        if transport.doorbell is None:
-            raise ValueError("this transport has no doorbell")
-        self.doorbell = transport.doorbell
-        self._weight = weight
-        self._integrity = integrity
-        (s, d_in), d_out = operand.shape, weight.d_out
-        v, z, self.gain = integrity.projection(weight.weight_id, s)
-        # Kept here, where their addresses are used.
-        self._held = operand, transport.operand(s, d_in), transport.result(s, d_out), v, z
-        self.words: NDArray[np.int64] = np.array(
-            [weight.weight_id, s, d_in, d_out, *(array.ctypes.data for array in self._held)], dtype=np.int64
-        )
-
-    def refuse(self, heard: int) -> None:
-        """Raise what ``heard``, a :class:`Heard` other than right, stands for."""
-        weight, bell = self._weight, self.doorbell
-        if heard == Heard.OTHER:
-            rows = int(self.words[_ROWS])
-            asked = OffloadHeader(bell.rung, weight.weight_id, rows, weight.d_in, weight.d_out)
-            check_answer(asked, bell.words[:WORDS].tobytes())
-            raise WorkerProtocolError("The worker answered another request than the one it was sent.")
-        if heard in (Heard.WRONG, Heard.UNFIT):
-            self._integrity.refuse(weight.name, finite=heard == Heard.WRONG)
-        require_finite(heard == Heard.NOT_FINITE, weight)
+        self.tally.fill(0)
+        self._sums.fill(0.0)
