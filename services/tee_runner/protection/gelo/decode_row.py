@@ -23,6 +23,8 @@ from tee_runner.simd import I64, VECTOR, Emitter, emitted
 
 # Operand rows for one data row: itself, n + 8, and HD3's next power of two.
 SUMMED_ROWS = (1, 9, 16)
+# Bytes ahead of what is read of each row of the answer that are asked for.
+_AHEAD = 512
 
 
 def _dot_and_sums(rows: int, *, first: bool, last: bool) -> Any:
@@ -56,7 +58,9 @@ def _dot_and_sums(rows: int, *, first: bool, last: bool) -> Any:
         dot = e.constant(0.0) if first else e.load(place)
         updated = []
         for i in range(rows):
-            value = e.load(builder.add(e.offset(result, i, stride), at))
+            address = builder.add(e.offset(result, i, stride), at)
+            e.prefetch(builder.add(address, I64(_AHEAD)), level=1)
+            value = e.load(address)
             dot = e.fma(value, spread[i], dot)
             updated += [e.fma(value, probe, totals[2 * i + p]) for p, probe in enumerate(probes)]
         if last:
