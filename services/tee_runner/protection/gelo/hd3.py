@@ -16,11 +16,10 @@ from tee_runner.protection.gelo.hd3_kernels import (
     hd3_unapply_parallel,
 )
 from tee_runner.protection.gelo.hd3_plan import tile_floats
-from tee_runner.protection.gelo.hd3_rows import rows_unapply
+from tee_runner.protection.gelo.hd3_rows import data_columns, rows_unapply
 from tee_runner.protection.gelo.row_offload import ask_hd3
 from tee_runner.protection.gelo.tiles import LANES, tile_width
 from tee_runner.protection.rng import SecretStream
-from tee_runner.vector import walsh_hadamard
 
 # A data column of A may have no entry above this.
 #
@@ -60,26 +59,14 @@ class Hd3Mask(Mask):
         self._signs = draw_signs(protection.mask_stream, self.s)
         if self.s > _CHECKED_ROWS:
             return
-        columns = self._data_columns()
-        while np.max(np.abs(columns)) * self._normal > LARGEST_ENTRY:
+        columns = np.empty((self.s, n), dtype=np.float32)
+        while data_columns(self._signs, columns) * self._normal > LARGEST_ENTRY:
             self._signs.fill(0.0)
-            columns.fill(0.0)
             self._signs = draw_signs(protection.mask_stream, self.s)
-            columns = self._data_columns()
         if n <= _FEW_ROWS:
             self._inverse = columns.T.copy()
             self._inverse_row = self._inverse[0]
         columns.fill(0.0)
-
-    def _data_columns(self) -> Float32:
-        """The first n columns of A ``(s, n)``, unnormalised: A applied to unit vectors."""
-        tile = np.eye(self.s, dtype=np.float32)
-        for signs in self._signs:
-            walsh_hadamard(tile.ctypes.data, self.s, self.s)
-            tile *= signs[:, None]
-        columns = tile[:, : self.n].copy()
-        tile.fill(0.0)
-        return columns
 
     def apply(
         self, rows: Float32, scales: Float32, normals: Float32, sigma: Any, scale: Any,

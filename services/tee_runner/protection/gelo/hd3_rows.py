@@ -1,4 +1,4 @@
-"""One or two data rows back from a result of 16: dot products with rows of Aᵀ, no transform.
+"""One or two data rows of 16: the columns of A that are theirs, and the rows back without a transform.
 
 A decode step's. Shapes as in :mod:`tee_runner.protection.gelo.tiles`.
 """
@@ -12,6 +12,23 @@ import numpy as np
 
 from tee_runner.protection.gelo.hd3_passes import dot1, dot2
 from tee_runner.protection.gelo.tiles import LANES, LINE, finite, require_dense_rows, row_factors
+from tee_runner.vector import walsh_hadamard
+
+
+@numba.njit(nogil=True, cache=True)
+def data_columns(signs: Any, columns: Any) -> float:
+    """The first columns ``(s, n)`` of A for ``signs`` (3, s), not normalised; their largest magnitude."""
+    s, n = columns.shape
+    tile = np.zeros((s, s), np.float32)
+    for i in range(s):
+        tile[i, i] = 1.0
+    for diagonal in range(3):
+        walsh_hadamard(tile.ctypes.data, s, s)
+        for i in range(s):
+            tile[i] *= signs[diagonal, i]
+    columns[...] = tile[:, :n]
+    tile[...] = 0.0
+    return np.abs(columns).max()
 
 
 @numba.njit(nogil=True, cache=True)
