@@ -17,7 +17,6 @@ from tee_runner.protection.base import (
 )
 from tee_runner.protection.gelo.kernels import row_scales, to_half, to_half_serial, unscale_rows
 from tee_runner.protection.gelo.row_offload import RowLink, RowOffloads, ask_plain
-from tee_runner.protection.integrity import Integrity
 from tee_runner.worker.transport import Transport
 
 _SERIAL_ELEMENTS = 1 << 15
@@ -32,10 +31,10 @@ class _PlainSession(ForwardSession):
 
     def linear(self, weight: Linear, rows: Float32, counts: Sequence[int], out: Float32) -> None:
         n, protection = len(rows), self._protection
-        if n == 1 and protection.integrity is not None:
+        if n == 1:
             link = protection.single.link(protection.integrity, weight, 1)
             if link is not None:
-                self._row(link, protection.integrity, rows, out)
+                self._row(link, rows, out)
                 return
         scales = np.empty(n, dtype=np.float32)
         row_scales(rows, scales)
@@ -45,13 +44,13 @@ class _PlainSession(ForwardSession):
         result = protection.exchange(weight, n)
         require_finite(unscale_rows(result, scales, _ONE, out), weight)
 
-    def _row(self, link: RowLink, integrity: Integrity, rows: Float32, out: Float32) -> None:
+    def _row(self, link: RowLink, rows: Float32, out: Float32) -> None:
         protection = self._protection
         begin = time.perf_counter_ns()
         factor, asleep = ask_plain(rows, link.words, link.bell, begin, protection.single.tally)
         if asleep:
             protection.transport.wake()
-        protection.single.hear(link, integrity, _UNMIXED, factor, out, 0)
+        protection.single.hear(link, protection.integrity, _UNMIXED, factor, out, 0)
 
     def wipe(self) -> None:
         self._protection.single.settle(self._protection.profile)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tee_runner.protection.gelo.base import GeloProtection, Mask
-from tee_runner.protection.gelo.decode_row import row_back
+from tee_runner.protection.gelo.decode_row import row_alone, row_back
 from tee_runner.protection.gelo.hd3 import Hd3Mask
 
 from .doubles import GELO_SCHEMES, SINGLE_ROUNDING, ExactTransport, key_of, matrix_of
@@ -45,6 +45,8 @@ def test_row_and_sums_are_what_they_should_be(
     assert (np.abs(sums - exact @ v.T.astype(np.float64)) <= 64 * SINGLE_ROUNDING * terms).all()
     # The same as unmasking alone.
     alone = np.empty_like(out)
+    assert not row_alone(result, mask.inverse_row, 0.125 * normal_of(mask), alone)
+    np.testing.assert_allclose(out, alone, rtol=0, atol=float(16 * SINGLE_ROUNDING * size.max()))
     mask.unapply(result, np.array([2.0], np.float32), np.float32(0.25), alone)
     np.testing.assert_allclose(out, alone, rtol=0, atol=float(16 * SINGLE_ROUNDING * size.max()))
 
@@ -60,3 +62,4 @@ def test_what_is_not_finite_is_noted(
     result[place] = value
     out, sums = np.empty((1, 528), np.float32), np.empty((mask.s, 2))
     assert row_back(result, mask.inverse_row, 1.0, out, np.ones((2, 528), np.float32), sums)
+    assert row_alone(result, mask.inverse_row, 1.0, out)

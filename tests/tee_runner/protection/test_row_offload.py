@@ -152,7 +152,7 @@ def test_all_other_offloads_take_the_general_way(kind: Kind) -> None:
         offload(protection, linear, several), product(several, WEIGHT[:, :40]), atol=0.1
     )
     assert len(protection.single._links) == 1
-    for probes in (0, 1, 4):
+    for probes in (1, 4):
         other, (linear, _) = checked(kind, transport, [WEIGHT[:, :40], ragged], probes=probes)
         assert other.single.link(other.integrity, linear, s) is None
         np.testing.assert_allclose(offload(other, linear, ROWS), product(ROWS, WEIGHT[:, :40]), atol=0.1)
@@ -186,15 +186,29 @@ def test_a_lie_in_any_row_is_caught(transport: RungTransport, kind: Kind, row: i
 
 @kinds
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_refused(transport: RungTransport, kind: Kind, value: float) -> None:
-    protection, (linear,) = checked(kind, transport, [WEIGHT[:, :40]])
+@pytest.mark.parametrize(("probes", "error"), [(2, IntegrityError), (0, WorkerProtocolError)])
+def test_what_is_not_finite_is_refused(
+    transport: RungTransport, kind: Kind, value: float, probes: int, error: type[Exception]
+) -> None:
+    protection, (linear,) = checked(kind, transport, [WEIGHT[:, :40]], probes=probes)
 
     def tamper(result: Float32) -> None:
         result[-1, 17] = value
 
     transport.tamper = tamper
-    with pytest.raises(IntegrityError):
+    with pytest.raises(error):
         offload(protection, linear, ROWS)
+
+
+@kinds
+def test_without_checks_nothing_is_copied(transport: RungTransport, kind: Kind) -> None:
+    protection, (linear,) = checked(kind, transport, [WEIGHT[:, :40]], probes=0)
+    out = offload(protection, linear, ROWS)
+    np.testing.assert_allclose(out, product(ROWS, WEIGHT[:, :40]), atol=0.1)
+    (link,) = protection.single._links.values()
+    assert np.shares_memory(link.held[0], link.held[1])
+    assert protection.profile.nanoseconds["check"] == 0
+    assert protection.profile.nanoseconds["unapply"] > 0
 
 
 @kinds

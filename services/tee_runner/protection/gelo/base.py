@@ -191,7 +191,7 @@ class _GeloSession(ForwardSession):
         mask = blocks[0].mask
         integrity = protection.integrity
         link = protection.single.link(integrity, weight, mask.s) if len(blocks) == 1 == mask.n else None
-        if link is not None and integrity is not None:
+        if link is not None:
             self._row(link, integrity, mask, rows, out, begin)
         else:
             self._blocks(weight, blocks, total, rows, out, begin)
@@ -199,7 +199,7 @@ class _GeloSession(ForwardSession):
             self._wipe_masks()
 
     def _row(
-        self, link: RowLink, integrity: Integrity, mask: Mask, rows: Float32, out: Float32, begin: int
+        self, link: RowLink, integrity: Integrity | None, mask: Mask, rows: Float32, out: Float32, begin: int
     ) -> None:
         protection, weight = self._protection, link.weight
         normals = protection.shield.take(_shield_size(1, mask.s, weight.d_in))

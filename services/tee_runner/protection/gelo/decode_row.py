@@ -27,17 +27,18 @@ SUMMED_ROWS = (1, 9, 16)
 _AHEAD = 512
 
 
-def _dot_and_sums(rows: int, *, first: bool, last: bool) -> Any:
-    """The dot product with ``rows`` rows, and the sums of each against two vectors, over many columns.
+def _dot(rows: int, *, first: bool = True, last: bool = True, checked: bool = False) -> Any:
+    """The dot product with ``rows`` rows over many columns; ``checked``: and the sums of each against two
+    vectors.
 
     The first of several parts leaves its share of the dot product in ``out``; the others add their own,
-    the last scales and checks. Each float of the answer is loaded once and used for both. ``sums`` gets
-    ``2 · rows`` vectors of partial sums, the two of a row one after the other.
+    the last scales and checks that it is finite. Each float of the answer is loaded once and used for all.
+    ``sums`` gets ``2 · rows`` vectors of partial sums, the two of a row one after the other.
     """
 
     def emit(
-        e: Emitter, result: Any, stride: Any, weights: Any, out: Any, v0: Any, v1: Any, end: Any,
-        sums: Any, factor: Any, flags: Any,
+        e: Emitter, result: Any, stride: Any, weights: Any, out: Any, end: Any, factor: Any, flags: Any,
+        *check: Any,
     ) -> None:  # fmt: skip
         builder = e.builder
         spread = [e.spread(e.offset(weights, i, 4)) for i in range(rows)]
@@ -49,11 +50,11 @@ def _dot_and_sums(rows: int, *, first: bool, last: bool) -> Any:
         builder.position_at_end(loop)
         at = builder.phi(I64)
         at.add_incoming(I64(0), entry)
-        totals = [builder.phi(VECTOR) for _ in range(2 * rows)]
+        totals = [builder.phi(VECTOR) for _ in range(2 * rows if checked else 0)]
         state = builder.phi(VECTOR)
         for total in (*totals, state):
             total.add_incoming(e.constant(0.0), entry)
-        probes = [e.load(builder.add(v, at)) for v in (v0, v1)]
+        probes = [e.load(builder.add(v, at)) for v in check[:2]]
         place = builder.add(out, at)
         dot = e.constant(0.0) if first else e.load(place)
         updated = []
@@ -75,18 +76,22 @@ def _dot_and_sums(rows: int, *, first: bool, last: bool) -> Any:
         builder.cbranch(builder.icmp_signed("<", following, end), loop, done)
         builder.position_at_end(done)
         for i, value in enumerate(updated):
-            e.store(value, builder.add(sums, I64(4 * LANES * i)))
+            e.store(value, builder.add(check[2], I64(4 * LANES * i)))
         e.store(builder.fadd(e.load(flags), noted), flags)
 
-    return emitted(10, emit)
+    return emitted(10 if checked else 7, emit)
 
 
-_first_8, _last_8 = _dot_and_sums(8, first=True, last=False), _dot_and_sums(8, first=False, last=True)
-_all_1, _all_9 = _dot_and_sums(1, first=True, last=True), _dot_and_sums(9, first=True, last=True)
+_first_8, _last_8 = _dot(8, last=False, checked=True), _dot(8, first=False, checked=True)
+_all_1, _all_9 = _dot(1, checked=True), _dot(9, checked=True)
+_alone_1, _alone_9, _alone_16 = _dot(1), _dot(9), _dot(16)
 
 
 @numba.njit(nogil=True, cache=True)
 def _send(operand: Any, sent: Any) -> None:
+    """Copy, if there are two of them."""
+    if operand.ctypes.data == sent.ctypes.data:
+        return
     for i in range(operand.shape[0]):
         for c in range(operand.shape[1]):
             sent[i, c] = operand[i, c]
@@ -156,7 +161,7 @@ def row_back(result: Any, inverse_row: Any, factor: Any, out: Any, v: Any, sums:
         length = min(CHUNK, d - first) * 4
         at, to = result.ctypes.data + first * 4, out.ctypes.data + first * 4
         v0, v1 = v.ctypes.data + first * 4, v.ctypes.data + v.strides[0] + first * 4
-        rest = (to, v0, v1, length, parts.ctypes.data, factors.ctypes.data, flags.ctypes.data)
+        rest = (to, length, factors.ctypes.data, flags.ctypes.data, v0, v1, parts.ctypes.data)
         if result.shape[0] == 1:
             _all_1((at, stride, weights, *rest))
             _add_totals(parts, 1, 0, sums)
@@ -168,4 +173,24 @@ def row_back(result: Any, inverse_row: Any, factor: Any, out: Any, v: Any, sums:
             _add_totals(parts, 8, 0, sums)
             _last_8((at + 8 * stride, stride, weights + 32, *rest))
             _add_totals(parts, 8, 8, sums)
+    return not finite(flags)
+
+
+@numba.njit(nogil=True, cache=True)
+def row_alone(result: Any, inverse_row: Any, factor: Any, out: Any) -> bool:
+    """:func:`row_back` without sums."""
+    factors = np.full(1, factor, np.float32)
+    require_dense_rows(result)
+    require_dense_rows(out)
+    flags = np.zeros(LANES, np.float32)
+    arguments = (
+        result.ctypes.data, result.strides[0], inverse_row.ctypes.data, out.ctypes.data,
+        result.shape[1] * 4, factors.ctypes.data, flags.ctypes.data,
+    )  # fmt: skip
+    if result.shape[0] == 1:
+        _alone_1(arguments)
+    elif result.shape[0] == 9:
+        _alone_9(arguments)
+    else:
+        _alone_16(arguments)
     return not finite(flags)

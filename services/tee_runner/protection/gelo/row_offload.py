@@ -25,7 +25,14 @@ from tee_runner.errors import WorkerProtocolError
 from tee_runner.memory import on_lines
 from tee_runner.profile import Profile
 from tee_runner.protection.base import Float32, Linear, require_finite
-from tee_runner.protection.gelo.decode_row import SUMMED_ROWS, row_back, send_dense, send_hd3, send_plain
+from tee_runner.protection.gelo.decode_row import (
+    SUMMED_ROWS,
+    row_alone,
+    row_back,
+    send_dense,
+    send_hd3,
+    send_plain,
+)
 from tee_runner.protection.gelo.tiles import LANES
 from tee_runner.protection.integrity import Integrity
 from tee_runner.protection.integrity_kernels import project, wrong_rows
@@ -36,7 +43,9 @@ from tee_runner.worker.transport import Transport, check_answer
 _WEIGHT_ID, _ROWS, _D_IN, _D_OUT, _OPERAND, _SENT, _RESULT, _V, _Z = range(9)
 _HALF: Final = int(OperandKind.HALF)
 # Words of a tally: when the last request was rung, then sums of nanoseconds, offloads and bytes.
-_RUNG, _APPLY, _CHECK, _COMPUTE, _WIRE, _EXCHANGE, _SAID, _OFFLOADS, _SENT_BYTES, _RECEIVED_BYTES = range(10)
+_RUNG, _APPLY, _CHECK, _COMPUTE, _WIRE, _EXCHANGE, _SAID, _OFFLOADS, _SENT_BYTES, _RECEIVED_BYTES, _BACK = (
+    range(11)
+)
 _LONGEST: Final = 1 << 62
 # Floats that the check of one offload takes: of each row what is expected, what came, and the tolerance.
 _SUMS: Final = 5 * max(SUMMED_ROWS)
@@ -113,11 +122,13 @@ def hear(
     rows, d_in, d_out = link[_ROWS], link[_D_IN], link[_D_OUT]
     expected, own = sums[: 2 * rows].reshape(rows, 2), sums[2 * rows : 4 * rows].reshape(rows, 2)
     tolerance = sums[4 * rows : 5 * rows]
+    checked = link[_V] != 0
     started = monotonic_ns()
-    project(
-        numba.carray(half_pointer(link[_OPERAND]), (rows, d_in)),
-        numba.carray(float_pointer(link[_Z]), (2, d_in)), gain, expected, tolerance,
-    )  # fmt: skip
+    if checked:
+        project(
+            numba.carray(half_pointer(link[_OPERAND]), (rows, d_in)),
+            numba.carray(float_pointer(link[_Z]), (2, d_in)), gain, expected, tolerance,
+        )  # fmt: skip
     projected = monotonic_ns()
     if not wait_header(bell[1], bell[5], spins, bell[0], words):
         return Heard.NOTHING
@@ -138,10 +149,13 @@ def hear(
     tally[_OFFLOADS] += 1
     tally[_SENT_BYTES] += rows * d_in * 2
     tally[_RECEIVED_BYTES] += rows * d_out * 4
-    bad = row_back(
-        numba.carray(float_pointer(link[_RESULT]), (rows, d_out)), inverse_row, factor, out,
-        numba.carray(float_pointer(link[_V]), (2, d_out)), own,
-    )  # fmt: skip
+    result = numba.carray(float_pointer(link[_RESULT]), (rows, d_out))
+    if not checked:
+        bad = row_alone(result, inverse_row, factor, out)
+        tally[_BACK] += monotonic_ns() - now
+        return Heard.NOT_FINITE if bad else Heard.RIGHT
+    v = numba.carray(float_pointer(link[_V]), (2, d_out))
+    bad = row_back(result, inverse_row, factor, out, v, own)
     wrong = wrong_rows(own, expected, tolerance, 0, rows)
     tally[_CHECK] += projected - started + monotonic_ns() - now
     if wrong:
@@ -153,18 +167,24 @@ class RowLink:
     """What both calls need to know of one weight, as words; good as long as the session."""
 
     def __init__(
-        self, transport: Transport, bell: Doorbell, integrity: Integrity, weight: Linear,
+        self, transport: Transport, bell: Doorbell, integrity: Integrity | None, weight: Linear,
         operand: NDArray[np.uint16],
     ) -> None:  # fmt: skip
-        """``operand`` ``(s, d_in)``: the runner's own memory, as the worker could change what it shares."""
+        """``operand`` ``(s, d_in)`` is what the check reads: not memory that the worker could change."""
         self.weight = weight
         self.bell = bell.state
         (s, d_in), d_out = operand.shape, weight.d_out
-        v, z, self.gain = integrity.projection(weight.weight_id, s)
         # Kept here, where their addresses are used.
-        self.held = operand, transport.operand(s, d_in), transport.result(s, d_out), v, z
+        self.held: tuple[NDArray[Any], ...] = (
+            operand, transport.operand(s, d_in), transport.result(s, d_out)
+        )  # fmt: skip
+        self.gain = 0.0
+        if integrity is not None:
+            v, z, self.gain = integrity.projection(weight.weight_id, s)
+            self.held += (v, z)
+        addresses = [array.ctypes.data for array in self.held] + [0, 0]
         self.words: NDArray[np.int64] = np.array(
-            [weight.weight_id, s, d_in, d_out, *(array.ctypes.data for array in self.held)], dtype=np.int64
+            [weight.weight_id, s, d_in, d_out, *addresses[:5]], dtype=np.int64
         )
 
 
@@ -173,7 +193,7 @@ class RowOffloads:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self.tally: NDArray[np.int64] = np.zeros(_RECEIVED_BYTES + 1, dtype=np.int64)
+        self.tally: NDArray[np.int64] = np.zeros(_BACK + 1, dtype=np.int64)
         self._sums: NDArray[np.float64] = np.zeros(_SUMS)
         # By weight and operand rows; and by shape where operands are written.
         self._links: dict[tuple[int, int], RowLink] = {}
@@ -182,24 +202,27 @@ class RowOffloads:
     def link(self, integrity: Integrity | None, weight: Linear, s: int) -> RowLink | None:
         """For one data row in an operand of ``s`` rows. None if it must take the general way.
 
-        That is without two probes that check it, without a doorbell, or if columns would be left over.
+        That is with another number of probes than two, without a doorbell, or if columns would be left over.
 
         Raises:
             IntegrityError: the session is over.
         """
         key = weight.weight_id, s
-        if integrity is not None and not integrity.over and key in self._links:
+        if key in self._links and (integrity is None or not integrity.over):
             return self._links[key]
         bell = self._transport.doorbell
-        if integrity is None or integrity.probes != 2 or bell is None or weight.d_out % LANES:
+        if bell is None or weight.d_out % LANES or (integrity is not None and integrity.probes != 2):
             return None
         shape = s, weight.d_in
-        operand = self._operands.setdefault(shape, on_lines(shape, np.uint16))
+        if integrity is None:
+            operand = self._transport.operand(*shape).view(np.uint16)
+        else:
+            operand = self._operands.setdefault(shape, on_lines(shape, np.uint16))
         link = self._links[key] = RowLink(self._transport, bell, integrity, weight, operand)
         return link
 
     def hear(
-        self, link: RowLink, integrity: Integrity, inverse_row: Float32, factor: float, out: Float32,
+        self, link: RowLink, integrity: Integrity | None, inverse_row: Float32, factor: float, out: Float32,
         busy: int,
     ) -> None:  # fmt: skip
         """The answer to what was asked last, into ``out`` ``(1, d_out)``; see :func:`hear`.
@@ -224,7 +247,7 @@ class RowOffloads:
             asked = OffloadHeader(bell.rung, weight.weight_id, len(link.held[0]), weight.d_in, weight.d_out)
             check_answer(asked, bell.words[:WORDS].tobytes())
             raise WorkerProtocolError("The worker answered another request than the one it was sent.")
-        if heard in (Heard.WRONG, Heard.UNFIT):
+        if integrity is not None and heard != Heard.NOT_FINITE:
             integrity.refuse(weight.name, finite=heard == Heard.WRONG)
         require_finite(True, weight)
 
@@ -233,6 +256,7 @@ class RowOffloads:
         words, stats = self.tally.tolist(), self._transport.stats
         profile.add("mask apply", words[_APPLY])
         profile.add("check", words[_CHECK])
+        profile.add("unapply", words[_BACK])
         profile.add("worker compute", words[_COMPUTE])
         profile.add("wire", words[_WIRE])
         stats.exchange_ns += words[_EXCHANGE]
