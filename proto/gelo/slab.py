@@ -10,7 +10,8 @@ to the worker over a unix socket. Layout::
 To ring, a side writes its 64-byte header, then stores the sequence number in its word. The
 other side spins on that word for a bounded number of yields, then announces in its
 ``sleeping`` word that it will block on the socket; a ringer that sees the announcement sends
-one byte. Both sides treat every byte of the slab as written by an adversary: headers are
+one byte. Compiled code also writes the processor that it rings on, behind its word: threads that
+spin had better not share one. Both sides treat every byte of the slab as written by an adversary: headers are
 copied out once and checked, offsets are bounded, results are read once.
 """
 

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from gelo.doorbell_kernels import WORDS
 from gelo.header import OffloadHeader, OperandKind, Status
 from gelo.slab import AttachMessage, Doorbell, DoorbellClosedError, Slab, SlabSizes
 from gelo.v1 import worker_pb2_grpc
@@ -283,3 +284,45 @@ def test_the_lock_tells_that_it_is_wanted() -> None:
     assert entered.wait(HANG_GUARD_S)
     thread.join()
     assert waiting[0] == 0
+
+
+ALLOWED = sorted(os.sched_getaffinity(0))
+
+
+@pytest.mark.skipif(len(ALLOWED) < 2, reason="needs two processors")
+@pytest.mark.parametrize("weight_id", [0, 3])
+def test_the_loop_leaves_the_runners_processor(peer: Peer, weight_id: int) -> None:
+    """It is put there before each offload, and answers from another; the kernel alone takes a while."""
+    operand = operand_of(1, weight_id)
+    assert_right(peer, peer.offload(1, weight_id, operand), weight_id, operand)
+    # The last one; others may still be ending.
+    loop = [thread for thread in threading.enumerate() if thread.name == "gelo-session"][-1].native_id
+    assert loop is not None
+    elsewhere: list[bool] = []
+
+    def run() -> None:
+        os.sched_setaffinity(0, {ALLOWED[0]})
+        for sequence in range(2, 42):
+            os.sched_setaffinity(loop, {ALLOWED[0]})
+            os.sched_setaffinity(loop, ALLOWED)
+            peer.offload(sequence, weight_id, operand)
+            elsewhere.append(bool(peer.doorbell.words[WORDS + 1] != ALLOWED[0]))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert sum(elsewhere) >= 30
+    assert os.sched_getaffinity(loop) == set(ALLOWED)
+
+
+@pytest.mark.parametrize("place", [-1, -(1 << 63), (1 << 63) - 1, 64 * 128])
+def test_a_processor_that_is_none_changes_nothing(peer: Peer, place: int) -> None:
+    operand = operand_of(1, 0)
+    rows, d_in = operand.shape
+    peer.slab.operand(rows, d_in)[...] = operand
+    for sequence in range(1, 20):
+        header = OffloadHeader(sequence=sequence, weight_id=0, rows=rows, d_in=d_in, d_out=192)
+        peer.slab.memory[8:16].view(np.int64)[0] = place
+        peer.doorbell.ring(sequence, header.pack())
+        answer = OffloadHeader.unpack(peer.doorbell.wait(HANG_GUARD_S))
+        assert_right(peer, answer, 0, operand)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gelo.doorbell_kernels import WORDS, answered, ring_header, well_formed
+from gelo.doorbell_kernels import (
+    HEARD_WORDS,
+    WORDS,
+    answered,
+    ring_header,
+    wait_header,
+    well_formed,
+)
 from gelo.header import MAX_DIMENSION, MAX_ROWS, HeaderError, OffloadHeader, OperandKind, Status
 
 u32 = st.integers(0, 2**32 - 1)
@@ -44,6 +52,12 @@ def test_what_is_rung_is_what_is_packed(header: OffloadHeader) -> None:
     assert not ring_header(base, base + 8 * 8, 77, base + 8 * 16, *arguments)
     assert memory[:WORDS].tobytes() == header.pack()
     assert memory[8] == 77
+    assert memory[9] in os.sched_getaffinity(0)
+    heard = np.zeros(HEARD_WORDS, dtype=np.int64)
+    assert not wait_header(base + 8 * 8, 77, 3, base, heard)
+    assert wait_header(base + 8 * 8, 76, 0, base, heard)
+    assert heard[:WORDS].tobytes() == header.pack()
+    assert (heard[WORDS], heard[WORDS + 1]) == (77, memory[9])
     memory[16] = 1
     assert ring_header(base, base + 8 * 8, 78, base + 8 * 16, *arguments)
 
