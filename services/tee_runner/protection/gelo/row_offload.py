@@ -63,6 +63,14 @@ class Heard(IntEnum):
 
 
 @numba.njit(nogil=True, cache=True)
+def _operands(link: Any) -> Any:
+    """The operand that the check reads, and what is sent: one and the same without checks."""
+    shape = (link[_ROWS], link[_D_IN])
+    own, sent = half_pointer(link[_OPERAND]), half_pointer(link[_SENT])
+    return numba.carray(own, shape), numba.carray(sent, shape)
+
+
+@numba.njit(nogil=True, cache=True)
 def _ask(link: Any, bell: Any, begin: int, tally: Any) -> bool:
     now = monotonic_ns()
     tally[_APPLY] += now - begin
@@ -73,11 +81,7 @@ def _ask(link: Any, bell: Any, begin: int, tally: Any) -> bool:
 @numba.njit(nogil=True, cache=True)
 def ask_plain(rows: Any, link: Any, bell: Any, begin: int, tally: Any) -> Any:
     """:func:`send_plain` and ring. Its factor, and whether the worker sleeps."""
-    shape = (link[_ROWS], link[_D_IN])
-    operand, sent = (
-        numba.carray(half_pointer(link[_OPERAND]), shape),
-        numba.carray(half_pointer(link[_SENT]), shape),
-    )
+    operand, sent = _operands(link)
     factor = send_plain(rows, operand, sent)
     return factor, _ask(link, bell, begin, tally)
 
@@ -87,11 +91,7 @@ def ask_dense(
     rows: Any, normals: Any, mask: Any, scratch: Any, link: Any, bell: Any, begin: int, tally: Any
 ) -> Any:
     """:func:`send_dense` and ring. Its factor, and whether the worker sleeps."""
-    shape = (link[_ROWS], link[_D_IN])
-    operand, sent = (
-        numba.carray(half_pointer(link[_OPERAND]), shape),
-        numba.carray(half_pointer(link[_SENT]), shape),
-    )
+    operand, sent = _operands(link)
     factor = send_dense(rows, normals, mask, operand, sent, scratch)
     return factor, _ask(link, bell, begin, tally)
 
@@ -99,11 +99,7 @@ def ask_dense(
 @numba.njit(nogil=True, cache=True)
 def ask_hd3(rows: Any, normals: Any, signs: Any, link: Any, bell: Any, begin: int, tally: Any) -> Any:
     """:func:`send_hd3` and ring. Its factor, and whether the worker sleeps."""
-    shape = (link[_ROWS], link[_D_IN])
-    operand, sent = (
-        numba.carray(half_pointer(link[_OPERAND]), shape),
-        numba.carray(half_pointer(link[_SENT]), shape),
-    )
+    operand, sent = _operands(link)
     factor = send_hd3(rows, normals, signs, operand, sent)
     return factor, _ask(link, bell, begin, tally)
 
