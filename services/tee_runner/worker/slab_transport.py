@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,10 +106,12 @@ class SlabTransport(Transport):
     def _exchange(self, kind: int, weight_id: int, rows: int, d_in: int, d_out: int) -> None:
         request = (self._doorbell.rung + 1, weight_id, rows, d_in, d_out)
         started = time.perf_counter_ns()
-        with self._answering():
+        try:
             self._doorbell.ring_offload(*request, kind)
             self.meanwhile()
             words = self._doorbell.wait_words(self._timeout)
+        except (DoorbellTimeoutError, DoorbellClosedError) as error:
+            raise self._unavailable(error) from error
         worker_ns = answered(words, *request, kind)
         if worker_ns < 0:
             sent = OffloadHeader(*request, kind=OperandKind(kind))
@@ -124,22 +124,22 @@ class SlabTransport(Transport):
 
     def wake(self) -> None:
         """See :meth:`Transport.wake`."""
-        with self._answering():
+        try:
             self._doorbell.wake()
+        except DoorbellClosedError as error:
+            raise self._unavailable(error) from error
 
     def until_answered(self) -> None:
         """See :meth:`Transport.until_answered`."""
-        with self._answering():
-            self._doorbell.until_rung(self._timeout)
-
-    @contextmanager
-    def _answering(self) -> Iterator[None]:
         try:
-            yield
-        except DoorbellTimeoutError as error:
-            raise WorkerUnavailableError(f"The worker did not answer within {self._timeout:g} s.") from error
-        except DoorbellClosedError as error:
-            raise WorkerUnavailableError("The worker closed its doorbell.") from error
+            self._doorbell.until_rung(self._timeout)
+        except (DoorbellTimeoutError, DoorbellClosedError) as error:
+            raise self._unavailable(error) from error
+
+    def _unavailable(self, error: Exception) -> WorkerUnavailableError:
+        if isinstance(error, DoorbellTimeoutError):
+            return WorkerUnavailableError(f"The worker did not answer within {self._timeout:g} s.")
+        return WorkerUnavailableError("The worker closed its doorbell.")
 
     def close(self) -> None:
         """Closing the socket ends the session on the other side."""
