@@ -222,7 +222,7 @@ class Doorbell:
             ],
             dtype=np.int64,
         )  # fmt: skip
-        # The header received last as words, and the value of its word.
+        # As wait_header fills them: the header received last and what stood with its word.
         self.words: NDArray[np.int64] = np.zeros(HEARD_WORDS, dtype=np.int64)
 
     @property

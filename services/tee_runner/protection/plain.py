@@ -49,7 +49,7 @@ class _PlainSession(ForwardSession):
         begin = time.perf_counter_ns()
         factor, asleep = ask_plain(rows, link.words, link.bell, begin, protection.single.tally)
         if asleep:
-            protection.transport.wake()
+            protection.single.wake()
         protection.single.hear(link, protection.integrity, _UNMIXED, factor, out, 0)
 
     def wipe(self) -> None:

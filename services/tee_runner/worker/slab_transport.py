@@ -58,7 +58,7 @@ class SlabTransport(Transport):
 
     @property
     def doorbell(self) -> Doorbell:
-        """See :attr:`Transport.doorbell`."""
+        """For compiled code that rings and waits by itself."""
         return self._doorbell
 
     def operand(self, rows: int, d_in: int) -> NDArray[np.float16]:
@@ -76,7 +76,7 @@ class SlabTransport(Transport):
             raise CapacityError(f"An operand of {rows} rows does not fit the slab.") from error
 
     def result(self, rows: int, d_out: int) -> NDArray[np.float32]:
-        """See :meth:`Transport.result`."""
+        """Where the worker writes ``(rows, d_out)`` float32."""
         try:
             return self._slab.result(rows, d_out)
         except SlabError as error:
@@ -123,14 +123,22 @@ class SlabTransport(Transport):
         stats.bytes_received += rows * d_out * 4
 
     def wake(self) -> None:
-        """See :meth:`Transport.wake`."""
+        """Wake the worker, which sleeps.
+
+        Raises:
+            WorkerUnavailableError: it is gone.
+        """
         try:
             self._doorbell.wake()
         except DoorbellClosedError as error:
             raise self._unavailable(error) from error
 
     def until_answered(self) -> None:
-        """See :meth:`Transport.until_answered`."""
+        """Block until the worker has rung.
+
+        Raises:
+            WorkerUnavailableError: it is gone or too slow.
+        """
         try:
             self._doorbell.until_rung(self._timeout)
         except (DoorbellTimeoutError, DoorbellClosedError) as error:

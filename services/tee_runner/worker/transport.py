@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gelo.header import HeaderError, OffloadHeader, Status
-from gelo.slab import Doorbell
 from tee_runner.errors import WorkerError, WorkerProtocolError
 
 
@@ -47,11 +46,6 @@ class Transport(ABC):
         # Whether the worker computes on processors of its own, as far as known: then much can be
         # done meanwhile without slowing it down.
         self.worker_apart = False
-
-    @property
-    def doorbell(self) -> Doorbell | None:
-        """Of a transport through shared memory: for compiled code that rings and waits by itself."""
-        return None
 
     @abstractmethod
     def operand(self, rows: int, d_in: int) -> NDArray[np.float16]:
@@ -95,26 +89,6 @@ class Transport(ABC):
         Nothing of it has been checked. A transport that cannot tell says yes.
         """
         return True
-
-    def result(self, rows: int, d_out: int) -> NDArray[np.float32]:
-        """Where the worker writes ``(rows, d_out)`` float32; with :attr:`doorbell` only."""
-        raise NotImplementedError
-
-    def wake(self) -> None:
-        """Wake the worker; with :attr:`doorbell` only.
-
-        Raises:
-            WorkerUnavailableError: the worker is gone.
-        """
-        raise NotImplementedError
-
-    def until_answered(self) -> None:
-        """Block until the doorbell has been rung; with :attr:`doorbell` only.
-
-        Raises:
-            WorkerUnavailableError: the worker is gone or too slow.
-        """
-        raise NotImplementedError
 
     @abstractmethod
     def close(self) -> None:

@@ -205,7 +205,7 @@ class _GeloSession(ForwardSession):
         normals = protection.shield.take(_shield_size(1, mask.s, weight.d_in))
         factor, asleep = mask.ask(rows, normals, link.words, link.bell, begin, protection.single.tally)
         if asleep:
-            protection.transport.wake()
+            protection.single.wake()
         busy = protection.refill(weight.d_in * weight.d_out)
         protection.single.hear(link, integrity, mask.inverse_row, factor, out, busy)
 

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from gelo.atomics import monotonic_ns
 from gelo.doorbell_kernels import WORDS, answered, ring_request, wait_header
 from gelo.header import OffloadHeader, OperandKind
-from gelo.slab import Doorbell
 from tee_runner.errors import WorkerProtocolError
 from tee_runner.memory import on_lines
 from tee_runner.profile import Profile
@@ -37,6 +36,7 @@ from tee_runner.protection.gelo.tiles import LANES
 from tee_runner.protection.integrity import Integrity
 from tee_runner.protection.integrity_kernels import project, wrong_rows
 from tee_runner.simd import float_pointer, half_pointer
+from tee_runner.worker.slab_transport import SlabTransport
 from tee_runner.worker.transport import Transport, check_answer
 
 # Words of a link: the request, then addresses.
@@ -163,12 +163,12 @@ class RowLink:
     """What both calls need to know of one weight, as words; good as long as the session."""
 
     def __init__(
-        self, transport: Transport, bell: Doorbell, integrity: Integrity | None, weight: Linear,
+        self, transport: SlabTransport, integrity: Integrity | None, weight: Linear,
         operand: NDArray[np.uint16],
     ) -> None:  # fmt: skip
         """``operand`` ``(s, d_in)`` is what the check reads: not memory that the worker could change."""
         self.weight = weight
-        self.bell = bell.state
+        self.bell = transport.doorbell.state
         (s, d_in), d_out = operand.shape, weight.d_out
         # Kept here, where their addresses are used.
         self.held: tuple[NDArray[Any], ...] = (
@@ -188,7 +188,8 @@ class RowOffloads:
     """The single rows of one session. ``tally`` is what compiled code adds up."""
 
     def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+        self._transport = transport if isinstance(transport, SlabTransport) else None
+        self._stats = transport.stats
         self.tally: NDArray[np.int64] = np.zeros(_BACK + 1, dtype=np.int64)
         self._sums: NDArray[np.float64] = np.zeros(_SUMS)
         # By weight and operand rows; and by shape where operands are written.
@@ -206,16 +207,25 @@ class RowOffloads:
         key = weight.weight_id, s
         if key in self._links and (integrity is None or not integrity.over):
             return self._links[key]
-        bell = self._transport.doorbell
-        if bell is None or weight.d_out % LANES or (integrity is not None and integrity.probes != 2):
+        transport = self._transport
+        if transport is None or weight.d_out % LANES or (integrity is not None and integrity.probes != 2):
             return None
         shape = s, weight.d_in
         if integrity is None:
-            operand = self._transport.operand(*shape).view(np.uint16)
+            operand = transport.operand(*shape).view(np.uint16)
         else:
             operand = self._operands.setdefault(shape, on_lines(shape, np.uint16))
-        link = self._links[key] = RowLink(self._transport, bell, integrity, weight, operand)
+        link = self._links[key] = RowLink(transport, integrity, weight, operand)
         return link
+
+    def wake(self) -> None:
+        """Wake the worker, if :func:`ask_plain` or another says that it sleeps.
+
+        Raises:
+            WorkerUnavailableError: it is gone.
+        """
+        if self._transport is not None:
+            self._transport.wake()
 
     def hear(
         self, link: RowLink, integrity: Integrity | None, inverse_row: Float32, factor: float, out: Float32,
@@ -227,9 +237,9 @@ class RowOffloads:
             WorkerError: the worker failed, or its answer cannot be used.
             GeloError: the row was not finite.
         """
-        bell = self._transport.doorbell
-        if bell is None:
+        if self._transport is None:
             raise ValueError("nothing was asked through a doorbell")
+        bell = self._transport.doorbell
         row = (inverse_row, factor, out, self._sums, self.tally)
         while True:
             heard = hear(link.words, link.gain, link.bell, bell.words, bell.spins, busy, *row)
@@ -249,7 +259,7 @@ class RowOffloads:
 
     def settle(self, profile: Profile) -> None:
         """At the end of a pass: account for its offloads, and overwrite what was checked."""
-        words, stats = self.tally.tolist(), self._transport.stats
+        words, stats = self.tally.tolist(), self._stats
         profile.add("mask apply", words[_APPLY])
         profile.add("check", words[_CHECK])
         profile.add("unapply", words[_BACK])
